@@ -1,0 +1,189 @@
+"""The artifact: a directory that a compilation writes and a runtime opens.
+
+    manifest.json       format, versions, target, numerics contract, sizes and digests of all files
+    spec.yaml           the resolved model spec, one file
+    graph.json          the graph before the passes (what show, verify and the reference read)
+    program.json        see program.py
+    kernels/<key>.py    each kernel's source, as emitted
+    kernels.so          the kernels, compiled
+    libtvm_runtime.so   what kernels.so needs at run time
+    tokenizer/          tokenizer.json, chat_template.jinja, generation.json (absent if the model has none)
+    weights.safetensors packed weights (absent: kernels only, weights are given at load)
+
+The same input gives the same bytes. Opening checks the format, the machine, every file's size and the
+digests of all but the weights; `pagec verify` checks those too. numpy and the standard library suffice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pagec.compiler.dims import BYTE_ALIGN, DType
+from pagec.compiler.errors import ArtifactError
+from pagec.compiler.ir import Graph, from_json
+from pagec.compiler.packing import STORAGE, Array, nbytes
+from pagec.compiler.program import PackedWeight, Program
+from pagec.compiler.target import CpuTarget, check_runs_on, host
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+WEIGHTS: Final = "weights.safetensors"
+LIBRARY: Final = "kernels.so"
+RUNTIME_LIBRARY: Final = "libtvm_runtime.so"
+WEIGHTS_PAGE: Final = 4096
+
+_SAFETENSORS_NAMES: Final[Mapping[DType, str]] = {"f32": "F32", "bf16": "BF16", "i32": "I32"}
+
+
+def digest(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def dump_json(data: Any) -> str:
+    """JSON as artifacts hold it: the same data gives the same bytes."""
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """An opened artifact. `manifest` is the parsed manifest.json."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    program: Program
+
+    @staticmethod
+    def is_artifact(path: Path) -> bool:
+        """Whether this looks like an artifact directory (it may still be refused by open)."""
+        return (path / MANIFEST).is_file()
+
+    @staticmethod
+    def open(path: Path, *, for_this_machine: bool = True) -> Artifact:
+        """Reads and checks an artifact; ArtifactError says what is wrong and what to do.
+
+        `for_this_machine=False` skips the check of architecture and CPU flags, to look at it only.
+        """
+        manifest = _read_manifest(path)
+        if for_this_machine:
+            check_runs_on(CpuTarget.from_json(manifest["target"]), host())
+        _check_files(path, manifest)
+        try:
+            program = Program.from_json(json.loads((path / "program.json").read_text()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path / "program.json", str(error)) from error
+        return Artifact(path, manifest, program)
+
+    @property
+    def target(self) -> CpuTarget:
+        return CpuTarget.from_json(self.manifest["target"])
+
+    @property
+    def has_weights(self) -> bool:
+        return WEIGHTS in self.manifest["files"]
+
+    def graph(self) -> Graph:
+        """The graph before the passes."""
+        return from_json(json.loads((self.path / "graph.json").read_text()))
+
+    def check_weights(self) -> None:
+        """Checks the digest of the weights (reads them all)."""
+        if self.has_weights and digest(self.path / WEIGHTS) != self.manifest["files"][WEIGHTS]["sha256"]:
+            raise _damaged(self.path / WEIGHTS, "its digest is not the manifest's")
+
+
+def _damaged(path: Path, why: str) -> ArtifactError:
+    return ArtifactError(f"is damaged: {why}", place=str(path), remedy="compile the model again")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ArtifactError(
+            f"has no {MANIFEST}: not an artifact",
+            place=str(path),
+            remedy="make one with: pagec compile MODEL",
+        )
+    try:
+        manifest = json.loads(file.read_text())
+        found = manifest["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(file, f"not a manifest ({error})") from error
+    if found != FORMAT:
+        raise ArtifactError(
+            f"has format {found}, this pagec reads format {FORMAT}",
+            place=str(path),
+            remedy="compile the model again with this pagec, or use the pagec that wrote it",
+        )
+    missing = {"pagec", "model", "target", "tools", "numerics", "files"} - manifest.keys()
+    if missing:
+        raise _damaged(file, f"it lacks {', '.join(sorted(missing))}")
+    return dict(manifest)
+
+
+def _check_files(path: Path, manifest: Mapping[str, Any]) -> None:
+    for name, entry in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(file, "the file is missing")
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            raise _damaged(file, f"{size} bytes, the manifest says {entry['bytes']}")
+        if name != WEIGHTS and digest(file) != entry["sha256"]:
+            raise _damaged(file, "its digest is not the manifest's; it was changed after compiling")
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """What the manifest records of a file."""
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
+
+
+# ------------------------------------------------------------------------------------ weights file
+
+
+def weights_header(weights: tuple[PackedWeight, ...]) -> tuple[bytes, dict[str, int]]:
+    """The head of the weights file, and each tensor's offset in the file.
+
+    A safetensors file. Tensors are multiples of 64 bytes long, so without holes each starts on a cache
+    line once the header is padded with spaces to a page.
+    """
+    entries: dict[str, Any] = {}
+    end = 0
+    for w in weights:
+        size = nbytes(w.shape, w.dtype)
+        assert size % BYTE_ALIGN == 0, w
+        entries[w.name] = {
+            "dtype": _SAFETENSORS_NAMES[w.dtype],
+            "shape": list(w.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padding = -(8 + len(text)) % WEIGHTS_PAGE
+    head = (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
+    return head, {name: len(head) + e["data_offsets"][0] for name, e in entries.items()}
+
+
+def write_weights(path: Path, weights: tuple[PackedWeight, ...], packed: Iterator[Array]) -> None:
+    """Writes the weights file from packed tensors that come in the order of `weights`."""
+    with path.open("wb") as file:
+        file.write(weights_header(weights)[0])
+        for w, array in zip(weights, packed, strict=True):
+            assert array.nbytes == nbytes(w.shape, w.dtype), w.name
+            array.tofile(file)
+
+
+def read_packed(path: Path, weights: tuple[PackedWeight, ...], name: str) -> Array:
+    """One packed tensor out of a weights file, read-only, mapped."""
+    _, offsets = weights_header(weights)
+    weight = next(w for w in weights if w.name == name)
+    dtype = STORAGE[weight.dtype]
+    return np.memmap(path, dtype=dtype, mode="r", offset=offsets[name], shape=weight.shape)

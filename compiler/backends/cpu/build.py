@@ -1,0 +1,66 @@
+"""Kernel sources -> one shared library, by TVM and LLVM. The only file that imports TVM."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagec.compiler.artifact import LIBRARY, RUNTIME_LIBRARY
+from pagec.compiler.errors import CompileError
+from pagec.compiler.program import Kernel
+from pagec.compiler.target import CpuTarget
+
+Progress = Callable[[str, int, int], None]
+
+
+def load_kernel(path: Path, symbol: str) -> Any:
+    """The PrimFunc in a source file (TVMScript must be read from a real file)."""
+    spec = importlib.util.spec_from_file_location(f"pagec_kernel_{symbol}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, symbol)
+
+
+def compile_module(kernels: Sequence[Kernel], sources: Path, target: CpuTarget, progress: Progress) -> Any:
+    """A TVM module with all kernels, compiled for the target."""
+    import tvm
+
+    functions = {}
+    for done, kernel in enumerate(kernels):
+        progress("parse kernels", done, len(kernels))
+        functions[kernel.symbol] = load_kernel(sources / f"{kernel.key}.py", kernel.symbol)
+    progress("compile kernels", 0, 1)
+    try:
+        return tvm.compile(tvm.IRModule(functions), target=tvm.target.Target(dict(target.llvm)))
+    finally:
+        progress("compile kernels", 1, 1)
+
+
+def build_library(
+    kernels: Sequence[Kernel], sources: Path, target: CpuTarget, output: Path, progress: Progress
+) -> None:
+    """Writes kernels.so, and beside it the runtime library that it needs."""
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        raise CompileError(
+            "linking the kernels needs a C compiler, and there is none on PATH",
+            remedy="install gcc or clang (Debian: apt install gcc)",
+        )
+    module = compile_module(kernels, sources, target, progress)
+    module.export_library(str(output / LIBRARY))
+    shutil.copyfile(tvm_runtime_library(), output / RUNTIME_LIBRARY)
+
+
+def tvm_runtime_library() -> Path:
+    """libtvm_runtime.so of the installed TVM."""
+    found = importlib.util.find_spec("tvm")
+    assert found is not None
+    assert found.origin is not None
+    matches = sorted(Path(found.origin).parent.rglob(RUNTIME_LIBRARY))
+    if not matches:
+        raise CompileError(f"TVM is installed without {RUNTIME_LIBRARY}", remedy="reinstall apache-tvm")
+    return matches[0]

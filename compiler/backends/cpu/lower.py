@@ -1,0 +1,376 @@
+"""A node of the fused graph -> the kernel that computes it, and what its arguments are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from pagec.compiler.backends.cpu.rowwise import Region
+from pagec.compiler.backends.cpu.tiles import (
+    KEY_SPLIT,
+    KEY_TILE,
+    attention_tiles,
+    linear_tiles,
+)
+from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
+from pagec.compiler.errors import CompileError
+from pagec.compiler.ir import CacheType, Graph, Node
+from pagec.compiler.packer import Packer
+from pagec.compiler.program import Kernel, KvLayout, RowCount
+from pagec.compiler.rope import RopeConfig, frequencies
+from pagec.compiler.target import CpuTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A node lowered: one kernel per bucket of rows, and arguments that name values, weights, ...
+
+    `args` are as program.py has them, but "value:NAME" where a buffer is not chosen yet.
+    """
+
+    node: Node
+    rows: RowCount
+    variants: tuple[tuple[int, Kernel], ...]
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What lowering needs to know beside the graph."""
+
+    target: CpuTarget
+    max_len: int
+    query_tile: int
+    kv: KvLayout
+
+
+def kernel_name(template: str, words: str, params: Mapping[str, Any]) -> str:
+    """The key of a kernel: readable, and different for different parameters."""
+    text = json.dumps(params, sort_keys=True)
+    return f"{template}_{words}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+class Lowering:
+    """Lowers the nodes of a fused graph; `source` is the graph before the passes.
+
+    Collects packed weights and rope tables in `packer`.
+    """
+
+    def __init__(self, graph: Graph, source: Graph, settings: Settings) -> None:
+        self.graph, self.settings = graph, settings
+        self.target = settings.target
+        self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
+
+    def lower(self, node: Node) -> Call:
+        """One node; CompileError if the CPU backend has no kernel for it."""
+        match node.op:
+            case "embed":
+                return self._embed(node)
+            case "linear":
+                return self._linear(node)
+            case "fused.rowwise":
+                return self._rowwise(node)
+            case "fused.kv_write":
+                return self._kv_write(node)
+            case "fused.attention":
+                return self._attention(node)
+            case "argmax":
+                return self._argmax(node)
+        raise CompileError(
+            f"the CPU backend has no kernel for op {node.op!r}",
+            place=f"%{node.outputs[0]}",
+            remedy="give the op a CPU template or a scalar expression",
+        )
+
+    # ---------------------------------------------------------------------------------- shared
+
+    def _kernel(
+        self,
+        template: str,
+        words: str,
+        params: dict[str, Any],
+        arrays: list[tuple[str, str]],
+        *,
+        flops: int = 0,
+        bytes_per_row: int = 0,
+        bytes_fixed: int = 0,
+    ) -> Kernel:
+        key = kernel_name(template, words, {**params, "L": self.target.lanes})
+        return Kernel(
+            key=key,
+            symbol=key,
+            template=template,
+            params={**params, "arrays": [list(a) for a in arrays]},
+            signature=tuple(dtype for _, dtype in arrays),
+            flops_per_row=flops,
+            bytes_per_row=bytes_per_row,
+            bytes_fixed=bytes_fixed,
+        )
+
+    def _row_bytes(self, name: str) -> int:
+        t = self.graph.types[name]
+        return 0 if isinstance(t, CacheType) else prod(t.inner) * ITEM_BYTES[t.dtype]
+
+    def _rows(self, node: Node) -> RowCount:
+        return "R" if self.graph.type(node.outputs[0]).rows == "R" else "T"
+
+    # ----------------------------------------------------------------------------------- nodes
+
+    def _linear(self, node: Node) -> Call:
+        x, out = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0])
+        n, k = prod(out.inner), prod(x.inner)
+        np_, kp = row_stride(out.inner), row_stride(x.inner)
+        dtype = x.dtype
+        weight = self.packer.matrix(node.inputs[1][1:], out.inner, x.inner, dtype)
+        args = [f"value:{node.inputs[0][1:]}", f"weight:{weight}", f"value:{node.outputs[0]}"]
+        arrays = [("x", "int32"), ("w", "int32"), ("out", "float32")]
+        bias = len(node.inputs) > 2
+        if bias:
+            args.insert(2, f"weight:{self.packer.vector(node.inputs[2][1:], out.inner)}")
+            arrays.insert(2, ("bias", "float32"))
+        unit = WORD_ELEMENTS[dtype]
+        tiles = linear_tiles(self.target)
+        variants = []
+        for limit, rows in tiles.buckets:
+            params = {
+                "dtype": dtype,
+                "unit": unit,
+                "N": np_,
+                "NP": np_,
+                "K": kp,
+                "KW": kp // unit,
+                "NT": tiles.nt,
+                "MB": rows,
+                "bias": bias,
+            }
+            kernel = self._kernel(
+                "linear",
+                f"{dtype}_n{np_}_k{kp}{'_bias' if bias else ''}_m{rows}",
+                params,
+                arrays,
+                flops=2 * n * k,
+                bytes_per_row=self._row_bytes(node.inputs[0][1:]) + self._row_bytes(node.outputs[0]),
+                bytes_fixed=n * k * ITEM_BYTES[dtype],
+            )
+            variants.append((limit, kernel))
+        return Call(node, self._rows(node), tuple(variants), tuple(args))
+
+    def _embed(self, node: Node) -> Call:
+        out = self.graph.type(node.outputs[0])
+        weight, tiled = self.packer.table(node.inputs[1][1:])
+        dtype = self.graph.weights[node.inputs[1][1:]].dtype
+        unit, stride = WORD_ELEMENTS[dtype], row_stride(out.inner)
+        params = {
+            "dtype": dtype,
+            "unit": unit,
+            "width": out.inner[0],
+            "stride": stride,
+            "KW": stride // unit,
+            "NT": self.packer.nt,
+            "tiled": tiled,
+        }
+        arrays = [("ids", "int32"), ("table", "int32"), ("out", "float32")]
+        kernel = self._kernel(
+            "embed",
+            f"{dtype}_{stride}{'_tiled' if tiled else ''}",
+            params,
+            arrays,
+            bytes_per_row=out.inner[0] * (ITEM_BYTES[dtype] + 4),
+        )
+        args = (f"value:{node.inputs[0][1:]}", f"weight:{weight}", f"value:{node.outputs[0]}")
+        return Call(node, self._rows(node), ((0, kernel),), args)
+
+    def _argmax(self, node: Node) -> Call:
+        x = self.graph.type(node.inputs[0][1:])
+        params = {"width": x.inner[0], "stride": row_stride(x.inner)}
+        arrays = [("x", "float32"), ("out", "int32")]
+        kernel = self._kernel("argmax", str(x.inner[0]), params, arrays, bytes_per_row=4 * x.inner[0])
+        args = (f"value:{node.inputs[0][1:]}", f"value:{node.outputs[0]}")
+        return Call(node, self._rows(node), ((0, kernel),), args)
+
+    def _rowwise(self, node: Node) -> Call:
+        region = Region(node, self.graph, self.target.lanes)
+        code = region.build()
+        ops = [inner.op for inner in node.body]
+        params = {
+            "groups": region.groups,
+            "width": region.width,
+            "padded": region.padded,
+            "ops": ops,
+            "num_temporaries": code.num_temporaries,
+            "num_stats": code.num_stats,
+            "gathers": code.gathers,
+            "walks": [asdict(walk) for walk in code.walks],
+            "pads": code.pads,
+        }
+        words = "_".join(dict.fromkeys(op for op in ops if op != "slice"))
+        read = [name for name in node.values() if self.graph.types[name] != self.graph.types.get("tokens")]
+        kernel = self._kernel(
+            "rowwise",
+            f"{words}_{region.groups}x{region.width}",
+            params,
+            code.arrays,
+            bytes_per_row=sum(self._row_bytes(name) for name in (*read, *node.outputs)),
+        )
+        args = tuple(
+            f"weight:{self.packer.vector(arg[7:], region.inner[-1:])}" if arg.startswith("weight:") else arg
+            for arg in code.args
+        )
+        return Call(node, self._rows(node), ((0, kernel),), args)
+
+    def _kv_write(self, node: Node) -> Call:
+        write = next(n for n in node.body if n.op == "kv_write")
+        rope = next((n for n in node.body if n.op == "rope"), None)
+        cache = self.graph.types[write.outputs[0]]
+        assert isinstance(cache, CacheType)
+        sources = _KvSources(node, self.graph)
+        q, k, v = sources.find()
+        outs = [name for name in node.outputs if name != write.outputs[0]]
+        if len(outs) > 1:
+            raise CompileError("a KV write gives more than its query", place=f"%{outs[1]}")
+        config = RopeConfig.from_attrs(rope.attrs) if rope else None
+        heads = self.graph.type(outs[0]).inner[0] if outs else 0
+        dp, dtype = padded_last((cache.head_dim,)), self.settings.kv.dtype
+        unit = WORD_ELEMENTS[dtype]
+        group, _ = self.settings.kv.place(cache.layer)
+        params: dict[str, Any] = {
+            "dtype": dtype,
+            "unit": unit,
+            "heads": heads,
+            "kv_heads": cache.kv_heads,
+            "DP": dp,
+            "dims": config.dims if config else 0,
+            "interleaved": bool(config and config.interleaved),
+            "table_length": self.settings.max_len,
+            "block_size": self.settings.kv.block_size,
+            "span_elements": self.settings.kv.span_bytes // ITEM_BYTES[dtype],
+            "out_stride": row_stride((heads, cache.head_dim)) if heads else 0,
+        }
+        arrays, args = [("slots", "int32")], [f"step:slot_mapping.{group}"]
+        for letter, source in (("k", k), ("v", v), *((("q", q),) if q and heads else ())):
+            arrays.append((letter, "float32"))
+            args.append(f"value:{source.name}")
+            params |= {f"{letter}_stride": source.stride, f"{letter}_offset": source.offset}
+        if config:
+            arrays += [("rope", "float32"), ("positions", "int32")]
+            args += [f"table:{self._table(config)}", "step:positions"]
+        if heads:
+            arrays.append(("out", "int32" if unit == 2 else "float32"))
+            args.append(f"value:{outs[0]}")
+        arrays.append(("cache", "int16" if unit == 2 else "float32"))
+        args.append(f"kv:{cache.layer}")
+        elements = (heads + 2 * cache.kv_heads) * cache.head_dim
+        kernel = self._kernel(
+            "kv_write",
+            f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{'_rope' if config else ''}",
+            params,
+            arrays,
+            bytes_per_row=elements * (4 + ITEM_BYTES[dtype]),
+        )
+        return Call(node, "T", ((0, kernel),), tuple(args))
+
+    def _table(self, config: RopeConfig) -> str:
+        turns = tuple(float(f) for f in frequencies(config))
+        return self.packer.rope_table(turns, self.settings.max_len)
+
+    def _attention(self, node: Node) -> Call:
+        core = node.body[0]
+        out = self.graph.type(node.outputs[0])
+        cache = self.graph.types[core.inputs[1][1:]]
+        assert isinstance(cache, CacheType)
+        heads, dp = out.inner[0], padded_last((cache.head_dim,))
+        dtype: DType = self.settings.kv.dtype
+        unit = WORD_ELEMENTS[dtype]
+        tiles = attention_tiles(self.target, dp)
+        kv = self.settings.kv
+        group, _ = kv.place(cache.layer)
+        params = {
+            "dtype": dtype,
+            "unit": unit,
+            "heads": heads,
+            "kv_heads": cache.kv_heads,
+            "DP": dp,
+            "scale": core.attrs["scale"],
+            "window": core.attrs.get("window"),
+            "softcap": core.attrs.get("softcap"),
+            "query_tile": self.settings.query_tile,
+            "BN": KEY_TILE,
+            "SPLIT": KEY_SPLIT,
+            "RM": tiles.rows,
+            "KV": tiles.key_vectors,
+            "OV": tiles.dim_vectors,
+            "block_size": kv.block_size,
+            "max_blocks": -(-self.settings.max_len // kv.block_size),
+            "span_words": kv.span_bytes // 4,
+            "q_stride": row_stride((heads, cache.head_dim)),
+            "out_stride": row_stride(out.inner),
+            "out_unit": WORD_ELEMENTS[out.dtype],
+        }
+        arrays = [
+            ("tiles", "int32"),
+            ("query_start", "int32"),
+            ("seq_lens", "int32"),
+            ("block_tables", "int32"),
+            ("q", "int32"),
+            ("cache", "int32"),
+            ("out", "int32" if out.dtype == "bf16" else "float32"),
+        ]
+        args = (
+            "step:tiles",
+            "step:query_start",
+            "step:seq_lens",
+            f"step:block_tables.{group}",
+            f"value:{core.inputs[0][1:]}",
+            f"kv:{cache.layer}",
+            f"value:{node.outputs[0]}",
+        )
+        window = f"_w{core.attrs['window']}" if core.attrs.get("window") else ""
+        kernel = self._kernel(
+            "attention",
+            f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{window}",
+            params,
+            arrays,
+            bytes_per_row=self._row_bytes(core.inputs[0][1:]) + self._row_bytes(node.outputs[0]),
+        )
+        return Call(node, "tiles", ((0, kernel),), args)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where heads lie in memory: a value, its row stride and an offset, in elements."""
+
+    name: str
+    stride: int
+    offset: int
+
+
+class _KvSources:
+    """Traces q, k and v of a kv_write region back to the buffers that hold them."""
+
+    def __init__(self, node: Node, graph: Graph) -> None:
+        self.graph = graph
+        self.body = {name: inner for inner in node.body for name in inner.outputs}
+        self.node = node
+
+    def find(self) -> tuple[_Source | None, _Source, _Source]:
+        """(q, k, v); q is None if the region only writes the cache."""
+        write = next(n for n in self.node.body if n.op == "kv_write")
+        outs = [name for name in self.node.outputs if name not in write.outputs]
+        q = self._trace(outs[0]) if outs else None
+        return q, self._trace(write.inputs[1][1:]), self._trace(write.inputs[2][1:])
+
+    def _trace(self, name: str) -> _Source:
+        offset = 0
+        while name in self.body:
+            inner = self.body[name]
+            if inner.op == "slice":
+                start = inner.attrs["start"]
+                assert isinstance(start, int)
+                offset += start * padded_last(self.graph.type(inner.inputs[0][1:]).inner)
+            place = inner.outputs.index(name) if inner.op == "rope" else 0
+            name = inner.inputs[place][1:]
+        return _Source(name, row_stride(self.graph.type(name).inner), offset)

@@ -1,0 +1,61 @@
+"""Tile sizes of the CPU kernels.
+
+*Numeric* choices (they can change a bit) hold for a whole program: the key tile BN and the split length of
+attention. *Schedule* choices are free per kernel and bucket: register tiles, tokens per attention item.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pagec.compiler.target import CpuTarget
+
+# Keys per softmax step, and per split of a long context. Splits are what decoding can share out.
+KEY_TILE: Final = 64
+KEY_SPLIT: Final = 256
+# Query rows (tokens x heads of a group) that an attention item holds in the first-level cache.
+QUERY_ROWS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTiles:
+    """`nt` columns per register tile (a property of the packed weights), and rows by bucket."""
+
+    nt: int
+    buckets: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """Register tile of attention: `rows` x `key_vectors` scores, `rows` x `dim_vectors` outputs."""
+
+    rows: int
+    key_vectors: int
+    dim_vectors: int
+
+
+def fits(target: CpuTarget, rows: int, vectors: int) -> bool:
+    """Whether rows x vectors accumulators, the vectors' operands and a broadcast stay in registers."""
+    return rows * vectors + vectors + 1 <= target.vector_registers
+
+
+def linear_tiles(target: CpuTarget) -> LinearTiles:
+    """The widest tile of at most 64 columns that leaves room for four rows, else for two."""
+    vectors = next(v for v in (4, 2, 1) if fits(target, 4, v))
+    most = max(m for m in (2, 4) if fits(target, m, vectors))
+    buckets = tuple((m, m) for m in (1, 2) if m < most)
+    return LinearTiles(vectors * target.lanes, (*buckets, (0, most)))
+
+
+def attention_tiles(target: CpuTarget, head_dim: int) -> AttentionTiles:
+    """Four rows where registers allow it; vectors divide the key tile and the padded head."""
+    rows = 4 if fits(target, 4, 4) else 2
+    dims = head_dim // target.lanes
+    wide = [v for v in range(1, dims + 1) if dims % v == 0 and fits(target, rows, v)]
+    return AttentionTiles(rows, 4, max(wide))
+
+
+def query_tile(group: int) -> int:
+    """Tokens of an attention item, for `group` query heads per KV head."""
+    return max(1, QUERY_ROWS // group)

@@ -1,0 +1,330 @@
+"""The driver: a model, whatever form it comes in, compiled into an artifact.
+
+    find the spec and the checkpoint -> graph -> passes -> plan -> sources -> library -> packed weights
+
+Without an output directory artifacts go to a cache, named by all that goes into them, so that the same
+request compiles once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pagec import configs, templates
+from pagec.compiler import artifact as artifacts
+from pagec.compiler.artifact import dump_json, file_entry
+from pagec.compiler.backends.cpu.build import Progress, build_library
+from pagec.compiler.backends.cpu.emit import emit_all
+from pagec.compiler.backends.cpu.tiles import KEY_SPLIT, KEY_TILE
+from pagec.compiler.backends.targets import load_target
+from pagec.compiler.dims import Capacity, DType
+from pagec.compiler.errors import CompileError
+from pagec.compiler.importers import Checkpoint, TokenizerFiles, WeightSource, import_model, open_checkpoint
+from pagec.compiler.ir import Graph, to_json
+from pagec.compiler.packing import Array, pack
+from pagec.compiler.passes import Numbers, run_passes
+from pagec.compiler.plan import Plan, derive_logit_rows, make_plan
+from pagec.compiler.program import PackedWeight, Program
+from pagec.compiler.random_weights import random_packed
+from pagec.compiler.spec import ModelSpec, build_graph, load_spec, resolved_yaml, with_max_len
+from pagec.compiler.target import CpuTarget
+
+DEFAULT_STEP_TOKENS: Final = 512
+DEFAULT_SEQS: Final = 64
+BLOCK_SIZE: Final = 16
+DTYPES: Final = ("bf16", "f32")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What to compile and how; None means the default.
+
+    `model`: a YAML file, a name in configs/models, a Hugging Face directory or a GGUF file. `weights`: a
+    checkpoint's path, "none" or "random:SEED".
+    """
+
+    model: str
+    weights: str | None = None
+    target: str = "cpu"
+    dtype: str = "bf16"
+    kv_dtype: str | None = None
+    max_len: int | None = None
+    max_step_tokens: int | None = None
+    max_seqs: int | None = None
+    output: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompileResult:
+    """Where the artifact is, whether it had to be compiled, and how long that took."""
+
+    path: Path
+    compiled: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model found: its spec, and its checkpoint and tokenizer if there are any.
+
+    `random_seed`: weights are made up from this seed.
+    """
+
+    spec: ModelSpec
+    checkpoint: Checkpoint | None
+    tokenizer: TokenizerFiles | None
+    random_seed: int | None = None
+
+
+def compile_model(options: CompileOptions, progress: Progress) -> CompileResult:
+    """Compiles a model, or finds it compiled. PagecErrors say what is wrong with the request."""
+    began = time.monotonic()
+    progress("read the model", 0, 1)
+    source = find_source(options)
+    progress("read the model", 1, 1)
+    target = load_target(options.target)
+    path = options.output or _cache_path(source, options, target)
+    if options.output is None and artifacts.Artifact.is_artifact(path):
+        return CompileResult(path, False, time.monotonic() - began)
+    _write_artifact(path, source, options, target, progress)
+    return CompileResult(path, True, time.monotonic() - began)
+
+
+# ----------------------------------------------------------------------------------- the source
+
+
+def find_source(options: CompileOptions) -> Source:
+    """The spec, checkpoint and tokenizer that the options name."""
+    if options.model.endswith((".yaml", ".yml")) or configs.find("models", options.model):
+        source = _from_spec(options)
+    else:
+        imported = import_model(Path(options.model))
+        source = Source(imported.spec, imported.checkpoint, imported.tokenizer)
+    if options.max_len is not None:
+        source = Source(
+            with_max_len(source.spec, options.max_len), source.checkpoint, source.tokenizer, source.random_seed
+        )
+    return _with_weights(source, options.weights)
+
+
+def _from_spec(options: CompileOptions) -> Source:
+    given = options.weights
+    checkpoint = Path(given) if given and given != "none" and not given.startswith("random:") else None
+    spec = load_spec(options.model, checkpoint)
+    if spec.checkpoint is None or given == "none" or (given or "").startswith("random:"):
+        return Source(spec, None, None)
+    return Source(spec, open_checkpoint(spec.checkpoint), import_model(spec.checkpoint).tokenizer)
+
+
+def _with_weights(source: Source, weights: str | None) -> Source:
+    if weights is None:
+        return source
+    if weights == "none":
+        return Source(source.spec, None, source.tokenizer)
+    if weights.startswith("random:"):
+        seed = weights.removeprefix("random:")
+        if not seed.isdecimal():
+            raise CompileError(f"{seed!r} is not a seed", place="--weights", remedy="write random:0")
+        return Source(source.spec, None, source.tokenizer, int(seed))
+    if source.checkpoint is not None and source.checkpoint.path == Path(weights):
+        return source
+    return Source(source.spec, open_checkpoint(Path(weights)), source.tokenizer)
+
+
+# ------------------------------------------------------------------------------------- the plan
+
+
+def numbers_of(options: CompileOptions) -> Numbers:
+    """The data types of the options, checked."""
+    for option, value in (("--dtype", options.dtype), ("--kv-dtype", options.kv_dtype)):
+        if value is not None and value not in DTYPES:
+            raise CompileError(f"{value!r} is not a data type", place=option, remedy="use bf16 or f32")
+    dtype: DType = "bf16" if options.dtype == "bf16" else "f32"
+    kv_dtype: DType = dtype if options.kv_dtype is None else "bf16" if options.kv_dtype == "bf16" else "f32"
+    return Numbers(dtype, kv_dtype)
+
+
+def capacity_of(spec: ModelSpec, options: CompileOptions) -> Capacity:
+    """The most tokens T, sequences S and logit rows R of a step."""
+    T = options.max_step_tokens or DEFAULT_STEP_TOKENS
+    S = options.max_seqs or min(DEFAULT_SEQS, T)
+    if S > T:
+        raise CompileError(
+            f"{S} sequences cannot decode in a step of {T} tokens",
+            place="--max-seqs",
+            remedy=f"raise --max-step-tokens to at least {S}",
+        )
+    return Capacity(T, S, derive_logit_rows(spec.vocab, S))
+
+
+def plan_model(spec: ModelSpec, options: CompileOptions, target: CpuTarget) -> tuple[Graph, Plan]:
+    """The graph before the passes, and the plan of the fused one."""
+    graph = build_graph(spec)
+    numbers = numbers_of(options)
+    plan = make_plan(
+        graph,
+        run_passes(graph, numbers),
+        model=spec.name,
+        max_len=spec.max_len,
+        capacity=capacity_of(spec, options),
+        kv_dtype=numbers.kv_dtype,
+        block_size=BLOCK_SIZE,
+        target=target,
+    )
+    return graph, plan
+
+
+# ----------------------------------------------------------------------------------- the output
+
+
+def _write_artifact(
+    path: Path, source: Source, options: CompileOptions, target: CpuTarget, progress: Progress
+) -> None:
+    """Writes into a directory beside `path` first, so that a failure leaves no half artifact."""
+    if path.exists() and not artifacts.Artifact.is_artifact(path) and any(path.iterdir()):
+        raise CompileError(
+            "is not empty and no artifact", place=str(path), remedy="name a new directory with -o"
+        )
+    if source.checkpoint is not None:
+        WeightSource(source.spec, source.checkpoint).check()
+    progress("lower the model", 0, 1)
+    graph, plan = plan_model(source.spec, options, target)
+    progress("lower the model", 1, 1)
+    fresh = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        _write_kernels(fresh, plan.program, target, progress)
+        (fresh / "spec.yaml").write_text(resolved_yaml(source.spec))
+        (fresh / "graph.json").write_text(dump_json(to_json(graph)))
+        (fresh / "program.json").write_text(dump_json(plan.program.to_json()))
+        if source.tokenizer is not None:
+            _write_tokenizer(fresh / "tokenizer", source.tokenizer)
+        _write_weights(fresh, source, plan.program, progress)
+        (fresh / artifacts.MANIFEST).write_text(
+            dump_json(_manifest(fresh, source.spec, plan.program, options, target))
+        )
+        if path.exists():
+            shutil.rmtree(path)
+        fresh.rename(path)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _write_kernels(path: Path, program: Program, target: CpuTarget, progress: Progress) -> None:
+    sources = path / "kernels"
+    sources.mkdir()
+    for name, text in emit_all(program.kernels, target).items():
+        (sources / name).write_text(text)
+    build_library(program.kernels, sources, target, path, progress)
+    shutil.rmtree(sources / "__pycache__", ignore_errors=True)
+
+
+def _write_tokenizer(path: Path, tokenizer: TokenizerFiles) -> None:
+    path.mkdir()
+    (path / "tokenizer.json").write_text(tokenizer.tokenizer_json)
+    (path / "generation.json").write_text(dump_json(dict(tokenizer.generation)))
+    if tokenizer.chat_template is not None:
+        (path / "chat_template.jinja").write_text(tokenizer.chat_template)
+
+
+def _write_weights(path: Path, source: Source, program: Program, progress: Progress) -> None:
+    if source.random_seed is not None:
+        seed = source.random_seed
+        packed = (random_packed(seed, weight) for weight in program.weights)
+    elif source.checkpoint is not None:
+        packed = _packed(WeightSource(source.spec, source.checkpoint), program.weights)
+    else:
+        return
+    artifacts.write_weights(
+        path / artifacts.WEIGHTS, program.weights, _counted(packed, len(program.weights), progress)
+    )
+
+
+def _packed(source: WeightSource, weights: tuple[PackedWeight, ...]) -> Iterator[Array]:
+    for weight in weights:
+        yield pack(weight, [source.get(part) for part in weight.parts])
+
+
+def _counted(items: Iterator[Array], total: int, progress: Progress) -> Iterator[Array]:
+    for done, item in enumerate(items):
+        progress("pack weights", done, total)
+        yield item
+    progress("pack weights", total, total)
+
+
+def _manifest(
+    path: Path, spec: ModelSpec, program: Program, options: CompileOptions, target: CpuTarget
+) -> dict[str, Any]:
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != artifacts.MANIFEST)
+    numbers = numbers_of(options)
+    return {
+        "format": artifacts.FORMAT,
+        "pagec": importlib.metadata.version("pagec"),
+        "model": spec.name,
+        "spec_digest": hashlib.sha256(resolved_yaml(spec).encode()).hexdigest(),
+        "target": target.to_json(),
+        "tools": {"apache-tvm": importlib.metadata.version("apache-tvm")},
+        "numerics": {
+            "dtype": numbers.dtype,
+            "kv_dtype": numbers.kv_dtype,
+            "residual": "f32",
+            "linear": "one float32 sum per element, K ascending"
+            + (", in pairs (vdpbf16ps)" if numbers.dtype == "bf16" and target.bf16_dot else ""),
+            "attention": {"key_tile": KEY_TILE, "key_split": KEY_SPLIT},
+        },
+        "capacity": asdict(program.capacity),
+        "max_len": program.max_len,
+        "kv": {**asdict(program.kv), "block_bytes": program.kv.block_bytes, "layout_id": program.kv.layout_id},
+        "files": {str(p.relative_to(path)): file_entry(p) for p in files},
+    }
+
+
+# ------------------------------------------------------------------------------------ the cache
+
+
+def cache_root() -> Path:
+    """Where compiled artifacts are kept: $PAGEC_CACHE, else the user's cache directory."""
+    if "PAGEC_CACHE" in os.environ:
+        return Path(os.environ["PAGEC_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagec"
+
+
+def _cache_path(source: Source, options: CompileOptions, target: CpuTarget) -> Path:
+    chosen = {key: value for key, value in asdict(options).items() if key not in ("model", "output")}
+    inputs = {
+        "format": artifacts.FORMAT,
+        "code": _code_digest(),
+        "tvm": importlib.metadata.version("apache-tvm"),
+        "spec": resolved_yaml(source.spec),
+        "target": target.to_json(),
+        "options": chosen,
+        "seed": source.random_seed,
+        "checkpoint": _fingerprint(source.checkpoint.path) if source.checkpoint else None,
+    }
+    name = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_root() / "artifacts" / f"{source.spec.name}-{name}"
+
+
+def _code_digest() -> str:
+    """Of everything that decides what is emitted: the compiler and the templates."""
+    found = hashlib.sha256()
+    for package in (Path(__file__).parent, Path(templates.__file__).parent):
+        for file in sorted((*package.rglob("*.py"), *package.rglob("*.jinja"))):
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of a checkpoint's files: reading gigabytes to name them is too slow."""
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    return [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]

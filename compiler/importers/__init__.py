@@ -1,0 +1,9 @@
+"""Importers: checkpoints of other formats, and the specs, weights and tokenizers that they hold."""
+
+from __future__ import annotations
+
+from pagec.compiler.importers.checkpoint import Checkpoint, WeightSource, open_checkpoint
+from pagec.compiler.importers.model import Imported, import_model
+from pagec.compiler.importers.tokenizer import TokenizerFiles
+
+__all__ = ["Checkpoint", "Imported", "TokenizerFiles", "WeightSource", "import_model", "open_checkpoint"]

@@ -1,0 +1,232 @@
+"""How a kind of checkpoint describes a family's params: the family's `import:` section, read and applied.
+
+    import:
+      hf:                     (or gguf)
+        model_type: [llama]   what config.json calls it (gguf: `arch`, general.architecture)
+        params:               param: key, or a list of which the first present and not null wins
+          hidden: hidden_size
+          rope.base: [rope_parameters.rope_theta, rope_theta]
+        words:                {param: {its word: ours}}
+        defaults:             {key: value} where the key is left out
+        expects:              {key: [values]}: any other value would change the arithmetic, so it is refused
+        layer_types: {key: layer_types, names: {sliding_attention: local}}
+
+Dots go into nested maps, of the checkpoint's configuration as of the params. In GGUF keys {arch} is the
+architecture's name. Beside keys there are facts that the tensors tell:
+
+    {tensor: NAME, axis: n}   a size of a tensor         {tensor: NAME}   its values, as a list
+    {present: NAME, value: v} v (or true) where there is such a tensor     {absent: NAME}   the opposite
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from pagec import configs
+from pagec.compiler.errors import CheckpointError
+from pagec.compiler.importers.checkpoint import Checkpoint
+from pagec.compiler.rope import SCALING
+from pagec.compiler.spec.expr import suggestion
+from pagec.compiler.spec.family import Document, must_be_map, read_document, section_of
+from pagec.compiler.spec.naming import Kind, named_for
+from pagec.compiler.spec.source import Problems, to_plain
+
+_KIND_KEY: Final[Mapping[Kind, str]] = {"hf": "model_type", "gguf": "arch"}
+_KEYS: Final = ("params", "words", "defaults", "expects", "layer_types", "names", "stored", "ignore")
+_SOURCE_KEYS: Final = ("tensor", "axis", "present", "absent", "value")
+
+
+class Facts(Protocol):
+    """What a checkpoint says of its model: configuration values and tensors."""
+
+    place: str
+    checkpoint: Checkpoint
+
+    def value(self, key: str) -> Any:
+        """The value of a key; None if there is none."""
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportMap:
+    """One family's `import.hf` or `import.gguf`, as plain data. `tensors` are the family's first names."""
+
+    family: str
+    kinds: tuple[str, ...]
+    params: Mapping[str, tuple[Any, ...]]
+    words: Mapping[str, Mapping[str, str]]
+    defaults: Mapping[str, Any]
+    expects: Mapping[str, tuple[Any, ...]]
+    layer_types: Mapping[str, Any]
+    tensors: tuple[tuple[str, ...], ...]
+
+
+def known_maps(kind: Kind) -> list[ImportMap]:
+    """The import sections of all families that have one of this kind."""
+    found = []
+    for name in configs.names("families"):
+        path = configs.find("families", name)
+        assert path is not None
+        one = import_map(name, read_document(path), kind)
+        if one is not None:
+            found.append(one)
+    return found
+
+
+def import_map(family: str, document: Document, kind: Kind) -> ImportMap | None:
+    """A family's section, if it names checkpoints of its own; SpecError if its form is wrong."""
+    own = section_of(section_of(document.own, "import"), kind).get(_KIND_KEY[kind])
+    section = section_of(section_of(document.tree, "import"), kind)
+    if own is None or not section.entries:
+        return None
+    problems = Problems()
+    for key in section.entries:
+        if key not in (*_KEYS, _KIND_KEY[kind]):
+            problems.add(section.places[key], f"unknown key {key!r}", suggestion(key, list(_KEYS)))
+    for key in ("params", "words", "defaults", "expects", "layer_types"):
+        if key in section.entries:
+            with problems:
+                must_be_map(section.entries[key], section.place, f"'{key}'")
+    params = section_of(section, "params")
+    for name, node in params.entries.items():
+        for source in _listed(to_plain(node)):
+            if not isinstance(source, str) and not (isinstance(source, dict) and set(source) <= set(_SOURCE_KEYS)):
+                problems.add(params.places[name], "not a key, nor a fact about a tensor", "see importers/mapping")
+    problems.raise_if_any()
+    plain = to_plain(section)
+    weights = to_plain(section_of(named_for(document.tree, kind), "weights"))
+    return ImportMap(
+        family,
+        tuple(map(str, _listed(to_plain(own)))),
+        {name: _listed(sources) for name, sources in plain.get("params", {}).items()},
+        plain.get("words", {}),
+        plain.get("defaults", {}),
+        {key: _listed(values) for key, values in plain.get("expects", {}).items()},
+        plain.get("layer_types", {}),
+        tuple(tuple(map(str, _listed(w["name"]))) for w in weights.values() if "when" not in w),
+    )
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+# ------------------------------------------------------------------------------------- applying
+
+
+def imported_params(mapping: ImportMap, facts: Facts) -> dict[str, Any]:
+    """The params that the checkpoint gives, nested as in a spec (words still bare)."""
+    _check_expected(mapping, facts)
+    params: dict[str, Any] = {}
+    for name, sources in mapping.params.items():
+        value = next((v for s in sources if (v := _source(s, mapping, facts)) is not None), None)
+        if value is None:
+            continue
+        value = mapping.words.get(name, {}).get(value, value) if isinstance(value, str) else value
+        *maps, last = name.split(".")
+        inner = params
+        for part in maps:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return {name: _without_unused_scaling(value) for name, value in params.items()}
+
+
+def _without_unused_scaling(value: Any) -> Any:
+    """A map of rope settings without those that only other kinds read (configs often carry them along)."""
+    if not isinstance(value, dict):
+        return value
+    used = SCALING.get(value.get("kind", "default"))
+    scaling = {key for keys in SCALING.values() for key in keys}
+    return value if used is None else {k: v for k, v in value.items() if k in used or k not in scaling}
+
+
+def imported_layer_types(mapping: ImportMap, facts: Facts) -> list[str] | None:
+    """The layers' types, where the checkpoint lists them."""
+    if not mapping.layer_types:
+        return None
+    found = facts.value(str(mapping.layer_types["key"]))
+    if found is None:
+        return None
+    names = mapping.layer_types.get("names", {})
+    if not isinstance(found, list) or any(t not in names for t in found):
+        raise CheckpointError(
+            f"layer types {found!r:.80}, family {mapping.family!r} knows {', '.join(names)}",
+            place=facts.place,
+            remedy="write a family that has these types",
+        )
+    return [names[t] for t in found]
+
+
+def _value(key: str, mapping: ImportMap, facts: Facts) -> Any:
+    return facts.value(key) if facts.has(key) else mapping.defaults.get(key)
+
+
+def _source(source: Any, mapping: ImportMap, facts: Facts) -> Any:
+    if isinstance(source, str):
+        return _value(source, mapping, facts)
+    there = facts.checkpoint.names()
+    if "tensor" in source:
+        name = source["tensor"]
+        if name not in there:
+            return None
+        if "axis" in source:
+            return facts.checkpoint.shape(name)[source["axis"]]
+        return [float(str(v)) for v in np.asarray(facts.checkpoint.read(name), np.float32).ravel()]
+    if "present" in source:
+        return source.get("value", True) if source["present"] in there else None
+    return source.get("value", True) if source["absent"] not in there else None
+
+
+def _check_expected(mapping: ImportMap, facts: Facts) -> None:
+    for key, allowed in mapping.expects.items():
+        value = facts.value(key)
+        values = [facts.value(a) if isinstance(a, str) and a.startswith("{arch}") else a for a in allowed]
+        if value is not None and value not in values:
+            raise CheckpointError(
+                f"{key} is {value!r}, family {mapping.family!r} computes as for {', '.join(map(repr, values))}",
+                place=facts.place,
+                remedy="write a family for this architecture",
+            )
+
+
+# ------------------------------------------------------------------------------------- choosing
+
+
+def choose(maps: list[ImportMap], kind: str | None, facts: Facts, what: str) -> ImportMap:
+    """The family whose section names this kind of checkpoint; CheckpointError says which is the nearest."""
+    for mapping in maps:
+        if kind in mapping.kinds:
+            return mapping
+    known = sorted(k for mapping in maps for k in mapping.kinds)
+    raise CheckpointError(
+        f"{what} is {kind!r}, which no family knows; known: {', '.join(known)}",
+        place=facts.place,
+        remedy=_nearest(maps, facts),
+    )
+
+
+def _nearest(maps: list[ImportMap], facts: Facts) -> str:
+    if not maps:
+        return "write a family with an import section"
+    there = facts.checkpoint.names()
+
+    def matches(mapping: ImportMap) -> tuple[int, int]:
+        keys = sum(any(_source(s, mapping, facts) is not None for s in found) for found in mapping.params.values())
+        tensors = sum(any(n.replace("{i}", "0") in there for n in names) for names in mapping.tensors)
+        return tensors, keys
+
+    best = max(maps, key=lambda m: (sum(matches(m)), -len(m.tensors)))
+    tensors, keys = matches(best)
+    return (
+        f"the nearest family is {best.family!r}: it finds {keys} of its {len(best.params)} config keys and "
+        f"{tensors} of its {len(best.tensors)} tensors here. Write a family with 'extends: {best.family}' that "
+        "says what differs, and name this kind in its import section"
+    )
+
+

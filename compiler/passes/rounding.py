@@ -1,0 +1,47 @@
+"""Where numbers are rounded: the only pass that changes what a graph computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagec.compiler.dims import DType
+from pagec.compiler.ir import Graph, Node, ValueType
+
+
+def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
+    """Rows that a linear reads are rounded to `dtype`, q, k and v to `kv_dtype`, each once.
+
+    Everything else (residual stream, norms, activations, softmax sums) stays float32. Weights of two
+    axes (matrices and tables) are stored in `dtype`.
+
+    before:  %y = linear(%h, $w)              after:  %h.bf16 = cast(%h, dtype='bf16')
+                                                      %y = linear(%h.bf16, $w)
+    """
+    types: dict[str, ValueType] = dict(graph.types)
+    weights = {n: replace(t, dtype=dtype) if len(t.inner) == 2 else t for n, t in graph.weights.items()}
+    nodes: list[Node] = []
+    rounded: set[str] = set()
+
+    def cast(name: str, to: DType) -> str:
+        source = types[name[1:]]
+        assert not hasattr(source, "layer")
+        if to == "f32" or source.dtype == to:  # type: ignore[union-attr]
+            return name
+        new = f"{name[1:]}.{to}"
+        if new not in rounded:
+            rounded.add(new)
+            types[new] = replace(source, dtype=to)  # type: ignore[call-arg]
+            nodes.append(Node("cast", (name,), (new,), {"dtype": to}))
+        return f"%{new}"
+
+    for node in graph.nodes:
+        inputs = list(node.inputs)
+        match node.op:
+            case "linear":
+                inputs[0] = cast(inputs[0], dtype)
+            case "kv_write":
+                inputs[1:3] = [cast(inputs[1], kv_dtype), cast(inputs[2], kv_dtype)]
+            case "paged_attention":
+                inputs[0] = cast(inputs[0], kv_dtype)
+        nodes.append(replace(node, inputs=tuple(inputs)))
+    return graph.with_nodes(nodes, types, weights)

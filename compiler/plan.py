@@ -1,0 +1,171 @@
+"""The plan: a fused graph lowered, its values given room in the workspace, as a Program.
+
+Buffers are planned by liveness: a value's slot is free again after its last reader. Values that the head
+reads live until the step ends, for the head runs several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pagec.compiler.backends.cpu.lower import Call, Lowering, Settings
+from pagec.compiler.backends.cpu.tiles import query_tile
+from pagec.compiler.dims import ITEM_BYTES, Capacity, DType, round_up, row_stride
+from pagec.compiler.errors import CompileError
+from pagec.compiler.ir import CacheType, Graph, Type
+from pagec.compiler.program import Buffer, Kernel, KvGroup, KvLayout, Launch, Program, Slot
+from pagec.compiler.target import CpuTarget
+
+# Logits of a head chunk take at most this much: it bounds R.
+MAX_LOGIT_BYTES = 64 << 20
+
+
+def derive_logit_rows(vocab: int, max_seqs: int) -> int:
+    """R: as many rows as sequences, as far as their float32 logits fit in MAX_LOGIT_BYTES."""
+    return max(1, min(max_seqs, MAX_LOGIT_BYTES // (4 * row_stride((vocab,)))))
+
+
+def kv_layout(graph: Graph, dtype: DType, block_size: int) -> KvLayout:
+    """The layout of a fused graph's caches: layers grouped by window, groups of one size.
+
+    Every group has as many layers as the rarest window has (the last group of a window may have fewer), so
+    that blocks of all groups have the same bytes and one pool serves them all.
+    """
+    caches = [t for name in graph.inputs if isinstance(t := graph.types[name], CacheType)]
+    shapes = {(cache.kv_heads, cache.head_dim) for cache in caches}
+    if len(shapes) > 1:
+        raise CompileError(f"layers differ in KV heads or head size: {sorted(shapes)}")
+    by_window: dict[int | None, list[int]] = {}
+    for cache in caches:
+        by_window.setdefault(cache.window, []).append(cache.layer)
+    size = min((len(layers) for layers in by_window.values()), default=1)
+    groups = tuple(
+        KvGroup(tuple(layers[start : start + size]), window)
+        for window, layers in by_window.items()
+        for start in range(0, len(layers), size)
+    )
+    kv_heads, head_dim = next(iter(shapes), (1, 1))
+    return KvLayout(dtype, block_size, kv_heads, head_dim, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A program, and the node behind each of its launches (what `show plan` and verify need)."""
+
+    program: Program
+    graph: Graph
+    body: tuple[Call, ...]
+    head: tuple[Call, ...]
+
+
+def make_plan(
+    source: Graph,
+    fused: Graph,
+    *,
+    model: str,
+    max_len: int,
+    capacity: Capacity,
+    kv_dtype: DType,
+    block_size: int,
+    target: CpuTarget,
+) -> Plan:
+    """The program of a fused graph; `source` is the same graph before the passes."""
+    kv = kv_layout(fused, kv_dtype, block_size)
+    settings = Settings(target, max_len, query_tile(_widest_group(fused, kv)), kv)
+    lowering = Lowering(fused, source, settings)
+    calls = [lowering.lower(node) for node in fused.nodes]
+    body = tuple(call for call in calls if call.rows != "R")
+    head = tuple(call for call in calls if call.rows == "R")
+    buffers, slots = _assign(fused, body, head)
+    kernels: dict[str, Kernel] = {}
+    for call in (*body, *head):
+        for _, kernel in call.variants:
+            kernels.setdefault(kernel.key, kernel)
+    program = Program(
+        model=model,
+        vocab=fused.type("logits").inner[0],
+        max_len=max_len,
+        capacity=capacity,
+        query_tile=settings.query_tile,
+        kv=kv,
+        slots=slots,
+        buffers=buffers,
+        weights=tuple(lowering.packer.weights.values()),
+        tables=tuple(lowering.packer.tables.values()),
+        kernels=tuple(kernels.values()),
+        body=tuple(_launch(call, fused) for call in body),
+        head=tuple(_launch(call, fused) for call in head),
+        outputs={name: name for name in fused.outputs},
+    )
+    return Plan(program, fused, body, head)
+
+
+def _widest_group(graph: Graph, kv: KvLayout) -> int:
+    heads = [graph.type(n.outputs[0]).inner[0] for n in graph.nodes if n.op == "fused.attention"]
+    return max(heads, default=1) // kv.kv_heads
+
+
+def _launch(call: Call, graph: Graph) -> Launch:
+    def place(arg: str) -> str:
+        kind, _, name = arg.partition(":")
+        if kind != "value":
+            return arg
+        return f"step:{name}" if name in graph.inputs else f"buffer:{name}"
+
+    variants = tuple((limit, kernel.key) for limit, kernel in call.variants)
+    return Launch(call.node.outputs[0], call.rows, variants, tuple(place(arg) for arg in call.args))
+
+
+# ------------------------------------------------------------------------------------- liveness
+
+
+@dataclass(slots=True)
+class _Slots:
+    """Workspace slots while they are handed out."""
+
+    slots: list[Slot] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+
+    def take(self, rows: str, size: int) -> int:
+        """A free slot of these rows: the least that is large enough, else the largest, grown, else a new one."""
+        fits = [s for s in self.free if self.slots[s].rows == rows]
+        enough = [s for s in fits if self.slots[s].bytes_per_row >= size]
+        if enough:
+            best = min(enough, key=lambda s: self.slots[s].bytes_per_row)
+        elif fits:
+            best = max(fits, key=lambda s: self.slots[s].bytes_per_row)
+            self.slots[best] = Slot(self.slots[best].rows, size)
+        else:
+            assert rows in ("T", "S", "R")
+            self.slots.append(Slot(rows, size))  # type: ignore[arg-type]
+            return len(self.slots) - 1
+        self.free.remove(best)
+        return best
+
+
+def _assign(
+    graph: Graph, body: Sequence[Call], head: Sequence[Call]
+) -> tuple[tuple[Buffer, ...], tuple[Slot, ...]]:
+    order = [*body, *head]
+    last_use = {name: at for at, call in enumerate(order) for name in call.node.values()}
+    made_in_body = {name for call in body for name in call.node.outputs}
+    for call in head:
+        for name in call.node.values():
+            if name in made_in_body:
+                last_use[name] = len(order)
+    for name in graph.outputs:
+        last_use[name] = len(order)
+    slots, place, buffers = _Slots(), dict[str, int](), list[Buffer]()
+    for at, call in enumerate(order):
+        for name in call.node.outputs:
+            t = graph.types[name]
+            if not isinstance(t, Type):
+                continue
+            assert t.rows is not None
+            size = round_up(row_stride(t.inner) * ITEM_BYTES[t.dtype], 4)
+            place[name] = slots.take(t.rows, size)
+            buffers.append(Buffer(name, t.rows, t.inner, t.dtype, place[name]))
+        ending = [n for n in (*call.node.values(), *call.node.outputs) if n in place]
+        slots.free += [place[n] for n in dict.fromkeys(ending) if last_use.get(n, at) <= at]
+    return tuple(buffers), tuple(slots.slots)

@@ -1,0 +1,74 @@
+"""`pagec compile`: a model to an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagec.runtime.cli.console import JsonFlag, print_json, progress_display, stderr
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A YAML spec, a name in configs/models, a Hugging Face directory or a GGUF file.",
+        show_default=False,
+    ),
+]
+
+
+def command(
+    model: ModelArgument,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="PATH of a checkpoint, none, or random:SEED.", show_default="the model's own"),
+    ] = None,
+    target: Annotated[str, typer.Option(help="cpu (this machine) or a name in configs/targets.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="bf16 or f32: weights and matrix inputs.")] = "bf16",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="bf16 or f32: keys and values.", show_default="as --dtype")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a sequence.", show_default="the model's own")
+    ] = None,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens in a step.", show_default="a default")
+    ] = None,
+    max_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Most sequences in a step.", show_default="a default")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Artifact directory.", show_default="a cache")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compile a model into an artifact.
+
+    The same inputs are compiled once: without -o, the artifact is found in the cache again.
+
+        [bold]pagec compile SmolLM2.gguf[/]
+        [bold]pagec compile configs/models/smollm2-135m.yaml --weights none -o smollm2[/]
+    """
+    from pagec.compiler.driver import CompileOptions, compile_model
+
+    options = CompileOptions(
+        model=model,
+        weights=weights,
+        target=target,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_len=max_len,
+        max_step_tokens=max_step_tokens,
+        max_seqs=max_seqs,
+        output=output,
+    )
+    with progress_display() as progress:
+        result = compile_model(options, progress)
+    if as_json:
+        print_json({"path": str(result.path), "compiled": result.compiled, "seconds": result.seconds})
+    else:
+        what = f"compiled in {result.seconds:.1f} s" if result.compiled else "already compiled"
+        stderr.print(f"[green]{what}[/]")
+        typer.echo(result.path)

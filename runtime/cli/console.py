@@ -1,0 +1,51 @@
+"""What the commands share: where people's output goes, and how a compilation's progress is shown.
+
+Results go to stdout; progress, errors and figures for people go to stderr, so that output can be piped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from pagec.compiler.errors import PagecError
+
+Progress = Callable[[str, int, int], None]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+stderr = Console(stderr=True, highlight=False)
+
+
+def print_error(error: PagecError) -> None:
+    """An error that the user can mend: no traceback."""
+    stderr.print(f"[bold red]error:[/] [red]{escape(str(error))}[/]", soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    json.dump(data, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+@contextmanager
+def progress_display() -> Iterator[Progress]:
+    """A display of stages; call what it gives with (stage, done, total)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Display
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Display(*columns, console=stderr) as display:
+        tasks: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = display.add_task(stage, total=total)
+            display.update(tasks[stage], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,200 @@
+"""`pagec generate`: greedy text from a model, streamed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from pagec.compiler.artifact import Artifact
+from pagec.runtime.cli.console import JsonFlag, print_error, print_json, stderr
+
+if TYPE_CHECKING:
+    from pagec.runtime.detokenizer import Detokenizer
+    from pagec.runtime.engine import Engine
+    from pagec.runtime.sequence import Request
+    from pagec.runtime.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS: Final = 256
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_ARTIFACT", help="An artifact, or what compile takes.", show_default=False
+        ),
+    ],
+    prompt: Annotated[list[str], typer.Option(help="Text to go on from; several make one batch.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message (with --chat).", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most tokens of an answer.", show_default=f"{DEFAULT_MAX_TOKENS}, or what fits"
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads.", show_default="PAGEC_THREADS, or all cores")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="PATH of weights, or random:SEED.", show_default="the model's own"),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Generate greedy text. One prompt is streamed; of several, each answer is printed when complete.
+
+    A model that is no artifact is compiled first (once).
+
+        [bold]pagec generate SmolLM2.gguf --chat --prompt "What is the capital of France?"[/]
+        [bold]pagec generate ARTIFACT --prompt "Once upon" --prompt "In 1969" --max-tokens 32 --json[/]
+    """
+    if system is not None and not chat:
+        raise typer.BadParameter("needs --chat", param_hint="--system")
+    began = time.perf_counter()
+    path = Path(model)
+    if not Artifact.is_artifact(path):
+        path, weights = _compile(model, weights), None
+    engine, tokenizer = _load(path, threads, weights)
+    load_s = time.perf_counter() - began
+    answers = [
+        _ask(engine, tokenizer, text, _encode(tokenizer, text, chat, system), max_tokens) for text in prompt
+    ]
+    if as_json:
+        _run(engine, answers, _print_nothing)
+        print_json([answer.to_json(load_s) for answer in answers])
+    elif len(answers) == 1:
+        _run(engine, answers, _print_piece)
+        typer.echo()
+    else:
+        _run(engine, answers, _print_complete)
+    if any(answer.request.error for answer in answers):
+        raise typer.Exit(1)
+    if not as_json:
+        _print_figures(answers, load_s)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One prompt's text as it grows. Times are seconds since the request was made."""
+
+    prompt: str
+    request: Request
+    detokenizer: Detokenizer
+    began: float = field(default_factory=time.perf_counter)
+    text: str = ""
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+    def to_json(self, load_s: float) -> dict[str, Any]:
+        request = self.request
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "prompt_token_ids": list(request.prompt),
+            "token_ids": request.output,
+            "finish_reason": request.finish_reason,
+            "error": str(request.error) if request.error else None,
+            "timings": {
+                "load_s": round(load_s, 4),
+                "first_token_s": round(self.first_token_s, 4),
+                "total_s": round(self.total_s, 4),
+            },
+        }
+
+
+def _compile(model: str, weights: str | None) -> Path:
+    """Compiles in a child process: this one shall never hold the compiler and torch."""
+    words = [sys.executable, "-m", "pagec.runtime.cli", "compile", model, "--json"]
+    if weights is not None:
+        words += ["--weights", weights]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise typer.Exit(done.returncode)  # the child has said why
+    return Path(json.loads(done.stdout)["path"])
+
+
+def _load(path: Path, threads: int | None, weights: str | None) -> tuple[Engine, Tokenizer]:
+    """The tokenizer is read while the weights are."""
+    from pagec.runtime.engine import Engine
+    from pagec.runtime.tokenizer import Tokenizer
+
+    artifact = Artifact.open(path)
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(Tokenizer.open, path)
+        engine = Engine(artifact, threads=threads, weights=weights)
+        return engine, tokenizer.result()
+
+
+def _encode(tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None) -> list[int]:
+    if not chat:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}])
+
+
+def _ask(engine: Engine, tokenizer: Tokenizer, prompt: str, ids: list[int], max_tokens: int | None) -> Answer:
+    from pagec.runtime.detokenizer import Detokenizer
+
+    if max_tokens is None:
+        max_tokens = max(min(DEFAULT_MAX_TOKENS, engine.program.max_len - len(ids)), 1)
+    return Answer(prompt, engine.add_request(ids, max_tokens), Detokenizer(tokenizer.decode))
+
+
+def _run(engine: Engine, answers: Sequence[Answer], on_piece: Callable[[Answer, str], None]) -> None:
+    by_request = {answer.request.id: answer for answer in answers}
+    for output in engine.stream():
+        answer = by_request[output.request.id]
+        answer.total_s = time.perf_counter() - answer.began
+        answer.first_token_s = answer.first_token_s or answer.total_s
+        piece = answer.detokenizer.add(output.token_ids)
+        if output.finish_reason:
+            piece += answer.detokenizer.finish()
+        answer.text += piece
+        on_piece(answer, piece)
+
+
+def _print_nothing(_answer: Answer, _piece: str) -> None:
+    pass
+
+
+def _print_piece(answer: Answer, piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+    _print_fault(answer)
+
+
+def _print_complete(answer: Answer, _piece: str) -> None:
+    if answer.request.is_finished:
+        typer.secho(f"> {answer.prompt}", bold=True)
+        typer.echo(f"{answer.text}\n")
+        _print_fault(answer)
+
+
+def _print_fault(answer: Answer) -> None:
+    from pagec.compiler.errors import PagecError
+
+    error = answer.request.error
+    if error is not None:
+        print_error(error if isinstance(error, PagecError) else PagecError(str(error)))
+
+
+def _print_figures(answers: Sequence[Answer], load_s: float) -> None:
+    tokens = sum(len(answer.request.output) for answer in answers)
+    total = max(answer.total_s for answer in answers)
+    first = min(answer.first_token_s for answer in answers)
+    stderr.print(
+        f"[dim]{tokens} tokens in {total:.2f} s ({tokens / total:.1f}/s), "
+        f"first after {first:.2f} s, loaded in {load_s:.2f} s[/]"
+    )

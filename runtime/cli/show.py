@@ -1,0 +1,59 @@
+"""`pagec show`: what a model becomes, stage by stage."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagec.compiler.artifact import Artifact
+from pagec.runtime.cli.console import JsonFlag, print_json
+
+
+class Subject(StrEnum):
+    """What can be looked at."""
+
+    GRAPH = "graph"
+    FUSED = "fused"
+    PLAN = "plan"
+    KERNELS = "kernels"
+    MANIFEST = "manifest"
+
+
+def command(
+    what: Annotated[Subject, typer.Argument(help="Which stage.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_ARTIFACT")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a model's graph, its fused graph, its plan (bytes and FLOPs), its kernels, or a manifest.
+
+    [bold]pagec show plan SmolLM2.gguf[/]
+    """
+    if what is Subject.MANIFEST:
+        _show_manifest(Path(model), as_json)
+        return
+    from pagec.compiler.show import show
+
+    typer.echo(show(what.value, model, as_json), nl=False)
+
+
+def _show_manifest(path: Path, as_json: bool) -> None:
+    manifest = Artifact.open(path, for_this_machine=False).manifest
+    if as_json:
+        print_json(manifest)
+        return
+    for key, value in manifest.items():
+        if key != "files":
+            typer.echo(f"{key:10} {_line(value)}")
+    for name, entry in manifest["files"].items():
+        typer.echo(f"file       {entry['bytes']:>12} bytes  sha256 {entry['sha256'][:16]}  {name}")
+
+
+def _line(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_line(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return " ".join(_line(item) for item in value)
+    return str(value)

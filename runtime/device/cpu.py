@@ -1,0 +1,205 @@
+"""The CPU device: kernels from a shared library, called through tvm_ffi on 64-byte aligned memory.
+
+A serving process imports neither torch nor the TVM compiler: tvm_ffi is loaded with torch kept out, and
+`libtvm_runtime.so` (beside the kernels) brings the thread pool. TVM keeps one pool per calling thread, so
+kernels should be launched from the thread that made the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import filecmp
+import importlib.util
+import mmap
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagec.compiler.artifact import LIBRARY, RUNTIME_LIBRARY
+from pagec.compiler.dims import BYTE_ALIGN, round_up
+from pagec.compiler.errors import ArtifactError, CapacityError
+from pagec.runtime.device import ELEMENT_BYTES, Array, Function, Tensor
+
+Bytes = npt.NDArray[np.uint8]
+
+HUGE_PAGE: Final = 2 << 20
+THREADS_VARIABLE: Final = "PAGEC_THREADS"
+_READ_SLICE: Final = 16 << 20
+_CONFIGURE_POOL: Final = "runtime.config_threadpool"
+_POOL_ON_BIG_CORES: Final = 1  # TVM's AffinityMode kBig
+_LOADED: Final[list[Path]] = []  # TVM's runtime library in this process
+
+
+def default_threads() -> int:
+    """PAGEC_THREADS, or all the cores that this process may use (by affinity and control group)."""
+    text = os.environ.get(THREADS_VARIABLE, "")
+    if not text:
+        return max(1, min(len(os.sched_getaffinity(0)), _group_cores()))
+    if not text.isdecimal() or int(text) < 1:
+        raise CapacityError(f"{text!r} is not a number of threads", place=THREADS_VARIABLE)
+    return int(text)
+
+
+def import_tvm_ffi() -> ModuleType:
+    """tvm_ffi without torch: it imports torch if it can, which costs a second and is not needed."""
+    if "tvm_ffi" in sys.modules or "torch" in sys.modules:
+        return importlib.import_module("tvm_ffi")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
+    try:
+        return importlib.import_module("tvm_ffi")
+    finally:
+        del sys.modules["torch"]
+
+
+def aligned_bytes(nbytes: int) -> Bytes:
+    """Zeroed anonymous memory that starts on a huge page; large areas are backed by huge pages."""
+    try:
+        area = mmap.mmap(-1, round_up(max(nbytes, 1), mmap.PAGESIZE) + HUGE_PAGE)
+    except OSError as error:
+        raise CapacityError(f"{nbytes} bytes cannot be allocated ({error})", place="memory") from error
+    area.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(area, dtype=np.uint8)  # keeps `area` alive
+    start = -raw.ctypes.data % HUGE_PAGE
+    return raw[start : start + nbytes]
+
+
+class CpuDevice:
+    """One CPU. `artifact` is a directory that holds the kernels' library and TVM's runtime library."""
+
+    def __init__(self, artifact: Path, threads: int | None = None) -> None:
+        self.num_workers = threads or default_threads()
+        # The pool is made with this many threads on first use; TVM would take half of the cores.
+        os.environ.setdefault("TVM_NUM_THREADS", str(max(self.num_workers, os.cpu_count() or 1)))
+        # Pinned threads of two engines on one machine would fight for the same cores.
+        os.environ.setdefault("TVM_BIND_THREADS", "0")
+        self._ffi = import_tvm_ffi()
+        self._module = _load(self._ffi, artifact)
+        self._path = artifact / LIBRARY
+        self._ffi.get_global_func(_CONFIGURE_POOL)(_POOL_ON_BIG_CORES, self.num_workers)
+
+    def allocate(self, nbytes: int) -> Bytes:
+        return aligned_bytes(nbytes)
+
+    def read_file(self, path: Path, offset: int, nbytes: int) -> Bytes:
+        """Reads with several threads: page faults and copies of one thread leave bandwidth unused."""
+        memory = aligned_bytes(nbytes)
+        target = memory.data
+        with path.open("rb") as file, ThreadPoolExecutor(self.num_workers) as pool:
+            fd = file.fileno()
+            jobs = [
+                pool.submit(_read_slice, fd, target[at : at + _READ_SLICE], offset + at)
+                for at in range(0, nbytes, _READ_SLICE)
+            ]
+            if not all(job.result() for job in jobs):
+                raise ArtifactError(
+                    "ends before its tensors do", place=str(path), remedy="compile the model again"
+                )
+        return memory
+
+    def upload(self, memory: Bytes, array: Array) -> None:
+        flat = array.reshape(-1).view(np.uint8)
+        memory[: flat.size] = flat
+
+    def download(self, memory: Bytes, dtype: type[np.generic]) -> Array:
+        return memory.view(dtype).copy()
+
+    def fill_nan(self, memory: Bytes) -> None:
+        memory.fill(0xFF)  # all bits set: NaN in float32 and in bf16
+
+    def tensor(self, memory: Bytes, dtype: str) -> Tensor:
+        if dtype not in ELEMENT_BYTES:
+            raise ValueError(f"kernels take {', '.join(ELEMENT_BYTES)}, not {dtype}")
+        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
+            raise ValueError("a tensor is a view of contiguous bytes")
+        # A misaligned full-vector load is a segmentation fault.
+        if memory.ctypes.data % BYTE_ALIGN or memory.nbytes % ELEMENT_BYTES[dtype]:
+            raise ValueError(
+                f"memory at {memory.ctypes.data:#x}, {memory.nbytes} bytes: kernels need {BYTE_ALIGN}-byte "
+                f"aligned addresses and whole elements of {dtype}"
+            )
+        return self._ffi.from_dlpack(memory.view(dtype))
+
+    def function(self, symbol: str) -> Function:
+        try:
+            function: Function = self._module.get_function(symbol)
+        except AttributeError as error:
+            raise ArtifactError(
+                f"has no kernel {symbol}", place=str(self._path), remedy="compile the model again"
+            ) from error
+        return function
+
+    def free_bytes(self) -> int:
+        """What the system says is available, within the control group's limit if there is one."""
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(int(line.split()[1]) * 1024, _group_free_bytes())
+        return _group_free_bytes()
+
+
+def _load(ffi: ModuleType, artifact: Path) -> Any:
+    """The kernels' module. The runtime library goes first, its symbols visible to the kernels."""
+    try:
+        _load_runtime(ffi, artifact / RUNTIME_LIBRARY)
+        return ffi.load_module(str(artifact / LIBRARY))
+    except (OSError, RuntimeError) as error:
+        raise ArtifactError(
+            f"cannot be loaded: {error}",
+            place=str(artifact),
+            remedy="compile the model again on this machine",
+        ) from error
+
+
+def _load_runtime(ffi: ModuleType, library: Path) -> None:
+    """Loads TVM's runtime library once per process.
+
+    A second copy under another path would register everything twice, which aborts the process. So where
+    TVM is installed and the artifact's copy is the same, TVM's own file is taken: tvm may be imported later.
+    """
+    spec = importlib.util.find_spec("tvm")  # imports nothing
+    installed = Path(spec.origin).parent / "lib" / library.name if spec and spec.origin else None
+    if installed and installed.is_file() and filecmp.cmp(installed, library, shallow=False):
+        library = installed
+    if any(library == known or filecmp.cmp(library, known, shallow=False) for known in _LOADED):
+        return
+    if library != installed and ffi.get_global_func(_CONFIGURE_POOL, allow_missing=True) is not None:
+        raise ArtifactError(
+            "needs another TVM runtime than this process has loaded",
+            place=str(library),
+            remedy="compile the model again with this TVM, or open the artifact in a process of its own",
+        )
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    _LOADED.append(library)
+
+
+def _read_slice(fd: int, target: memoryview, offset: int) -> bool:
+    """Fills `target` from the file; False if the file ends before."""
+    while target:
+        count = os.preadv(fd, [target], offset)
+        if count == 0:
+            return False
+        target, offset = target[count:], offset + count
+    return True
+
+
+def _group_free_bytes() -> int:
+    limit, used = _group_file("memory.max"), _group_file("memory.current")
+    return max(int(limit[0]) - int(used[0]), 0) if limit and used and limit[0] != "max" else sys.maxsize
+
+
+def _group_cores() -> int:
+    """Cores' worth of time that the control group grants."""
+    quota = _group_file("cpu.max")  # "max 100000" or "150000 100000", microseconds per period
+    return -(-int(quota[0]) // int(quota[1])) if quota and quota[0] != "max" else sys.maxsize
+
+
+def _group_file(name: str) -> list[str]:
+    try:
+        return Path("/sys/fs/cgroup", name).read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,69 @@
+"""Where the memory goes, and how large the KV pool becomes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from pagec.compiler.errors import CapacityError
+from pagec.compiler.program import Program
+
+# The KV pool's part of what is free if no size is given: other processes want some, too.
+KV_SHARE: Final = 0.5
+# Kernels address one layer's slice of the pool with 32-bit indices of 16-bit elements.
+MAX_SLICE_BYTES: Final = (1 << 32) - (1 << 12)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Bytes of each area of device memory."""
+
+    weights_bytes: int
+    tables_bytes: int
+    workspace_bytes: int
+    step_bytes: int
+    kv_bytes: int
+    kv_blocks: int
+    kv_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        areas = self.weights_bytes, self.tables_bytes, self.workspace_bytes, self.step_bytes, self.kv_bytes
+        return sum(areas)
+
+    def to_json(self) -> dict[str, int]:
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+
+def kv_blocks(program: Program, *, num_blocks: int | None, kv_bytes: int | None, free_bytes: int) -> int:
+    """The number of blocks of the pool: as asked, or a share of what is free but no more than is of use."""
+    kv = program.kv
+    most = MAX_SLICE_BYTES // max(kv.span_bytes, 1)
+    if num_blocks is None and kv_bytes is None:
+        useful = program.capacity.S * program.max_blocks * len(kv.groups) + 1
+        share = int(free_bytes * KV_SHARE) // max(kv.block_bytes, 1)
+        num_blocks = min(useful, share, most)
+    elif num_blocks is None:
+        assert kv_bytes is not None
+        num_blocks = kv_bytes // max(kv.block_bytes, 1)
+    least = len(kv.groups) + 1
+    if num_blocks < least:
+        raise CapacityError(
+            f"{num_blocks} blocks ({num_blocks * kv.block_bytes} bytes) hold no sequence: "
+            f"{least} blocks ({least * kv.block_bytes} bytes) are needed at least",
+            place="KV pool",
+            remedy="give the KV pool more memory (kv_bytes)",
+        )
+    if num_blocks > most:
+        raise CapacityError(
+            f"{num_blocks} blocks are more than kernels can address, {most}",
+            place="KV pool",
+            remedy=f"ask for {most * kv.block_bytes} bytes at most",
+        )
+    if num_blocks * kv.block_bytes > free_bytes:
+        raise CapacityError(
+            f"{num_blocks} blocks are {num_blocks * kv.block_bytes} bytes; {free_bytes} are free",
+            place="KV pool",
+            remedy="give the KV pool less memory (kv_bytes)",
+        )
+    return num_blocks

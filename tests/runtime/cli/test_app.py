@@ -1,0 +1,53 @@
+"""The command line: help that teaches, clean errors, lean imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def pagec(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagec.runtime.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_version() -> None:
+    assert pagec("--version").stdout.startswith("pagec ")
+
+
+@pytest.mark.parametrize("command", ["compile", "import", "show", "generate", "verify"])
+def test_every_command_has_help(command: str) -> None:
+    assert command in pagec("--help").stdout
+    assert "Usage" in pagec(command, "--help").stdout
+
+
+def test_help_shows_an_example() -> None:
+    assert "--chat --prompt" in pagec("generate", "--help").stdout
+
+
+def test_an_error_is_a_message_and_code_2(tmp_path: Path) -> None:
+    done = pagec("show", "manifest", str(tmp_path), code=2)
+    assert done.stdout == ""
+    assert "no manifest.json" in done.stderr
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_option_names_itself(tmp_path: Path) -> None:
+    done = pagec("generate", str(tmp_path), "--prompt", "x", "--system", "y", code=2)
+    assert "--chat" in done.stderr
+
+
+def test_generating_imports_nothing_heavy() -> None:
+    code = """
+import sys
+import pagec.runtime.cli.app, pagec.runtime.engine, pagec.runtime.tokenizer, pagec.runtime.detokenizer
+heavy = {"torch", "tvm", "transformers", "triton", "yaml"} & {name.split(".")[0] for name in sys.modules}
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

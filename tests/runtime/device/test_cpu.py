@@ -1,0 +1,147 @@
+"""The CPU device: aligned memory, checked tensors, kernels of a small library, no heavy imports."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagec.compiler.errors import ArtifactError, CapacityError
+from pagec.runtime.device.cpu import CpuDevice, aligned_bytes, default_threads
+
+# kernel add(x: int32[], num_rows, num_workers): x[i] += num_workers for i < num_rows
+KERNEL = r"""
+#include <tvm/ffi/c_api.h>
+int __tvm_ffi_add(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
+  DLTensor* x = (DLTensor*)((char*)args[0].v_obj + sizeof(TVMFFIObject));
+  for (int64_t i = 0; i < args[1].v_int64; ++i) ((int32_t*)x->data)[i] += (int32_t)args[2].v_int64;
+  result->type_index = 0;
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def library(build_library: Callable[[Path, str], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory like an artifact's, with one kernel made by the C compiler."""
+    path = tmp_path_factory.mktemp("library")
+    build_library(path, KERNEL)
+    return path
+
+
+def test_a_kernel_runs_on_device_memory(library: Path) -> None:
+    device = CpuDevice(library, threads=2)
+    memory = device.allocate(64)
+    add = device.function("add")
+    add(device.tensor(memory, "int32"), 3, device.num_workers)
+    assert device.download(memory, np.int32)[:5].tolist() == [2, 2, 2, 0, 0]
+
+
+def test_a_missing_kernel_is_named(library: Path) -> None:
+    with pytest.raises(ArtifactError, match="no kernel subtract"):
+        CpuDevice(library, threads=1).function("subtract")
+
+
+def test_a_library_that_is_none_is_refused(library: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="cannot be loaded"):
+        CpuDevice(tmp_path)
+    shutil.copy(library / "libtvm_runtime.so", tmp_path)
+    (tmp_path / "kernels.so").write_bytes(b"not a library")
+    with pytest.raises(ArtifactError, match="cannot be loaded"):
+        CpuDevice(tmp_path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, 5_000_000])
+def test_memory_is_zeroed_and_aligned(nbytes: int) -> None:
+    memory = aligned_bytes(nbytes)
+    assert memory.nbytes == nbytes
+    assert memory.ctypes.data % (2 << 20) == 0 or nbytes == 0
+    assert not memory.any()
+
+
+def test_a_misaligned_tensor_is_refused(library: Path) -> None:
+    device = CpuDevice(library, threads=1)
+    memory = device.allocate(256)
+    with pytest.raises(ValueError, match="64-byte aligned"):
+        device.tensor(memory[4:], "int32")
+    with pytest.raises(ValueError, match="whole elements"):
+        device.tensor(memory[:65], "int32")
+    with pytest.raises(ValueError, match="not float64"):
+        device.tensor(memory, "float64")
+    with pytest.raises(ValueError, match="contiguous bytes"):
+        device.tensor(memory[::2], "int32")
+    assert device.tensor(memory[64:128], "int16").shape == (32,)
+
+
+def test_files_are_read_in_slices(library: Path, tmp_path: Path) -> None:
+    device = CpuDevice(library, threads=2)
+    data = np.random.default_rng(0).integers(0, 256, (40 << 20) + 3, dtype=np.uint8)
+    file = tmp_path / "data"
+    data.tofile(file)
+    assert np.array_equal(device.read_file(file, 3, 40 << 20), data[3:])
+    with pytest.raises(ArtifactError, match="ends before"):
+        device.read_file(file, 4, 40 << 20)
+
+
+def test_upload_copies_and_nan_poisons_both_float_types(library: Path) -> None:
+    device = CpuDevice(library, threads=1)
+    memory = device.allocate(64)
+    device.upload(memory, np.arange(6, dtype=np.int32).reshape(2, 3))
+    assert device.download(memory, np.int32)[:7].tolist() == [0, 1, 2, 3, 4, 5, 0]
+    device.fill_nan(memory)
+    assert np.isnan(device.download(memory, np.float32)).all()
+    assert np.isnan(np.repeat(device.download(memory, np.uint16), 2).astype(np.uint16).view(np.float32)).all()
+
+
+def test_a_second_artifact_and_tvm_itself_load_in_the_same_process(library: Path, tmp_path: Path) -> None:
+    for name in ("kernels.so", "libtvm_runtime.so"):
+        shutil.copy(library / name, tmp_path)
+    code = f"""
+from pathlib import Path
+from pagec.runtime.device.cpu import CpuDevice
+for path in {str(library)!r}, {str(tmp_path)!r}:
+    CpuDevice(Path(path)).function("add")
+import tvm
+CpuDevice(Path({str(tmp_path)!r}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_another_tvm_runtime_is_refused(library: Path, tmp_path: Path) -> None:
+    CpuDevice(library)
+    shutil.copy(library / "kernels.so", tmp_path)
+    (tmp_path / "libtvm_runtime.so").write_bytes((library / "libtvm_runtime.so").read_bytes() + b" ")
+    with pytest.raises(ArtifactError, match="another TVM runtime"):
+        CpuDevice(tmp_path)
+
+
+def test_free_bytes_is_a_plausible_number(library: Path) -> None:
+    assert 1 << 20 < CpuDevice(library, threads=1).free_bytes() < 1 << 60
+
+
+def test_threads_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEC_THREADS", "3")
+    assert default_threads() == 3
+    monkeypatch.setenv("PAGEC_THREADS", "many")
+    with pytest.raises(CapacityError, match="PAGEC_THREADS"):
+        default_threads()
+
+
+def test_a_process_with_a_device_holds_no_compiler(library: Path) -> None:
+    code = f"""
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from pagec.runtime.device.cpu import CpuDevice
+device = CpuDevice(Path({str(library)!r}), threads=2)
+heavy = {{"torch", "tvm", "transformers", "triton", "yaml"}} & {{name.split(".")[0] for name in sys.modules}}
+assert not heavy, heavy
+assert "torch" not in sys.modules
+assert device._ffi.get_global_func("runtime.NumThreads")() == 2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

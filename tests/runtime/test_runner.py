@@ -1,0 +1,156 @@
+"""What the runner launches, with which memory, on a device that only records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagec.compiler.artifact import Artifact, write_weights
+from pagec.compiler.errors import ArtifactError, CapacityError, CheckpointError
+from pagec.compiler.program import Launch
+from pagec.compiler.random_weights import random_packed
+from pagec.runtime.batch import Batch
+from pagec.runtime.runner import Runner
+
+Toy = Callable[..., Artifact]
+
+
+def batch(num_tokens: int, logit_rows: list[int], *, want_logits: bool = False) -> Batch:
+    """One sequence of blocks 1, 2, ..., computed at once."""
+    positions = np.arange(num_tokens, dtype=np.int32)
+    table = np.zeros((1, 8), np.int32)
+    table[0, : -(-num_tokens // 16)] = 1 + np.arange(-(-num_tokens // 16))
+    return Batch(
+        tokens=positions % 50,
+        positions=positions,
+        query_start=np.array([0, num_tokens], np.int32),
+        seq_lens=np.array([num_tokens], np.int32),
+        slot_mapping=(positions + 16,),
+        block_tables=(table,),
+        tiles=np.array([(0, first) for first in range(0, num_tokens, 8)], np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
+        want_logits=want_logits,
+    )
+
+
+@pytest.fixture
+def runner(toy: Toy, device: Any) -> Runner:
+    return Runner(toy(), device, weights="random:0", num_blocks=9)
+
+
+def test_rows_tiles_and_head_chunks(runner: Runner, device: Any) -> None:
+    runner.run(batch(17, list(range(8, 17))))
+    assert device.calls == [
+        ("write", 17, 2),
+        ("attend", 3, 2),
+        ("head", 4, 2),
+        ("head", 4, 2),
+        ("head_one", 1, 2),
+    ]
+
+
+def test_no_logit_rows_no_head(runner: Runner, device: Any) -> None:
+    output = runner.run(batch(3, []))
+    assert [name for name, _, _ in device.calls] == ["write", "attend"]
+    assert output.tokens.tolist() == []
+    assert output.logits is None
+
+
+def test_tokens_of_all_chunks_and_logits_on_request(
+    runner: Runner, toy_answer: Callable[[list[int], int], list[int]]
+) -> None:
+    says = [toy_answer(list(range(n + 1)), 1)[0] for n in range(17)]
+    assert runner.run(batch(17, list(range(17)))).logits is None
+    output = runner.run(batch(17, list(range(17)), want_logits=True))
+    assert output.tokens.tolist() == says
+    assert output.logits is not None
+    assert output.logits.shape == (17, 50)
+    assert output.logits.argmax(axis=1).tolist() == says
+
+
+def test_outputs_are_copies(runner: Runner) -> None:
+    first = runner.run(batch(3, [2], want_logits=True))
+    kept = first.tokens.copy(), first.logits.copy()  # type: ignore[union-attr]
+    runner.run(batch(9, [1], want_logits=True))
+    assert np.array_equal(first.tokens, kept[0])
+    assert np.array_equal(first.logits, kept[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 33])
+def test_a_batch_beyond_the_capacity_is_refused(runner: Runner, num_tokens: int) -> None:
+    with pytest.raises(CapacityError, match=f"{num_tokens} tokens"):
+        runner.run(batch(num_tokens, []))
+
+
+def test_layers_see_their_slice_of_the_pool(runner: Runner, device: Any) -> None:
+    runner.run(batch(3, []))
+    program = runner.program
+    pool = runner._memory.kv.view(np.int32).reshape(program.kv.spans, 9, -1)
+    written = pool[1, 1, :48:16]  # layer 1, block 1, its first three slots
+    assert written.tolist() == [0, 1, 2]
+    assert not pool[0].any()
+    assert (9 * program.kv.span_bytes, "int32") in device.tensors
+
+
+def test_rope_tables_are_cosines_then_sines(runner: Runner) -> None:
+    table = runner._memory.tables["rope"].view(np.float32).reshape(2, 8, 2)
+    angles = np.arange(8)[:, None] * np.array([1.0, 0.1], np.float32)
+    assert np.allclose(table[0], np.cos(angles), atol=1e-6)
+    assert np.allclose(table[1], np.sin(angles), atol=1e-6)
+
+
+def test_the_whole_pool_is_poisoned(runner: Runner) -> None:
+    runner.fill_kv_with_nan()
+    assert np.isnan(runner._memory.kv.view(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        Launch("bad", "T", ((0, "no_such_kernel"),), ()),
+        Launch("bad", "T", ((0, "write"),), ("step:tokens",)),
+        Launch("bad", "T", ((0, "write"),), ("step:tokens", "buffer:nothing", "kv:1")),
+        Launch("bad", "T", ((0, "write"),), ("step:tokens", "step:slot_mapping.0", "kv:9")),
+    ],
+)
+def test_a_program_that_does_not_hold_together_is_refused(toy: Toy, device: Any, launch: Launch) -> None:
+    artifact = toy()
+    broken = replace(artifact, program=replace(artifact.program, body=(launch,)))
+    with pytest.raises(ArtifactError, match="launch bad"):
+        Runner(broken, device, weights="random:0", num_blocks=9)
+
+
+def test_weights_from_a_file_equal_those_made_from_the_same_seed(
+    toy: Toy, device: Any, tmp_path: Path
+) -> None:
+    artifact = toy()
+    weights = artifact.program.weights
+    file = tmp_path / "other.safetensors"
+    write_weights(file, weights, (random_packed(7, w) for w in weights))
+    from_file = Runner(artifact, device, weights=str(file), num_blocks=9)._memory.weights
+    made = Runner(artifact, device, weights="random:7", num_blocks=9)._memory.weights
+    other = Runner(artifact, device, weights="random:8", num_blocks=9)._memory.weights
+    assert from_file.keys() == made.keys() == {"norm", "w"}
+    assert all(np.array_equal(from_file[name], made[name]) for name in made)
+    assert not np.array_equal(made["w"], other["w"])
+    assert (made["norm"].view(np.float32) == 1).all()
+
+
+def test_wrong_weights_are_refused(toy: Toy, device: Any, tmp_path: Path) -> None:
+    artifact = toy()
+    with pytest.raises(ArtifactError, match="no weights"):
+        Runner(artifact, device)
+    with pytest.raises(CheckpointError, match="no such file"):
+        Runner(artifact, device, weights=str(tmp_path / "nothing"))
+    with pytest.raises(CheckpointError, match="not a seed"):
+        Runner(artifact, device, weights="random:x")
+    file = tmp_path / "cut.safetensors"
+    write_weights(file, artifact.program.weights, (random_packed(7, w) for w in artifact.program.weights))
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(ArtifactError, match="packed tensors"):
+        Runner(artifact, device, weights=str(file))
