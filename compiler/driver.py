@@ -111,7 +111,10 @@ def find_source(options: CompileOptions) -> Source:
         source = Source(imported.spec, imported.checkpoint, imported.tokenizer)
     if options.max_len is not None:
         source = Source(
-            with_max_len(source.spec, options.max_len), source.checkpoint, source.tokenizer, source.random_seed
+            with_max_len(source.spec, options.max_len),
+            source.checkpoint,
+            source.tokenizer,
+            source.random_seed,
         )
     return _with_weights(source, options.weights)
 
@@ -240,7 +243,7 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerFiles) -> None:
 def _write_weights(path: Path, source: Source, program: Program, progress: Progress) -> None:
     if source.random_seed is not None:
         seed = source.random_seed
-        packed = (random_packed(seed, weight) for weight in program.weights)
+        packed: Iterator[Array] = (random_packed(seed, weight) for weight in program.weights)
     elif source.checkpoint is not None:
         packed = _packed(WeightSource(source.spec, source.checkpoint), program.weights)
     else:
@@ -284,7 +287,11 @@ def _manifest(
         },
         "capacity": asdict(program.capacity),
         "max_len": program.max_len,
-        "kv": {**asdict(program.kv), "block_bytes": program.kv.block_bytes, "layout_id": program.kv.layout_id},
+        "kv": {
+            **asdict(program.kv),
+            "block_bytes": program.kv.block_bytes,
+            "layout_id": program.kv.layout_id,
+        },
         "files": {str(p.relative_to(path)): file_entry(p) for p in files},
     }
 

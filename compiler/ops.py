@@ -178,7 +178,10 @@ def _rope_rule(types: Sequence[ValueType], attrs: Attrs) -> Sequence[Type]:
     dims = attrs["dims"]
     if len(types) > 2:
         positions = _tensor(types[2], "positions")
-        _check(positions.dtype == "i32" and not positions.inner, f"positions must be whole numbers, not {positions}")
+        _check(
+            positions.dtype == "i32" and not positions.inner,
+            f"positions must be whole numbers, not {positions}",
+        )
     for name, t in (("q", q), ("k", k)):
         _check(len(t.inner) == 2, f"rope's {name} must be [T, heads, head_dim], not {t}; use heads_of")
         assert isinstance(dims, int)
@@ -446,7 +449,12 @@ for _op in (
     ),
     Op(
         "rmsnorm",
-        (_X, Param("w", "weight", None), Param("eps", "scalar", type="number"), Param("offset", "scalar", 0, "number")),
+        (
+            _X,
+            Param("w", "weight", None),
+            Param("eps", "scalar", type="number"),
+            Param("offset", "scalar", 0, "number"),
+        ),
         _norm_rule,
         _rmsnorm,
         rowwise=True,
@@ -476,7 +484,13 @@ for _op in (
         _attention_rule,
         _attention,
     ),
-    Op("activation", (_X, Param("name", "scalar", type="activation")), _activation_rule, _activation, rowwise=True),
+    Op(
+        "activation",
+        (_X, Param("name", "scalar", type="activation")),
+        _activation_rule,
+        _activation,
+        rowwise=True,
+    ),
     Op(
         "softcap",
         (_X, Param("cap", "scalar", type="positive")),

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagec.compiler.dims import ITEM_BYTES, DType, padded_last, row_stride
-from pagec.compiler.program import PackedWeight
+from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
+from pagec.compiler.program import KvLayout, PackedWeight
 
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]
@@ -157,3 +157,22 @@ def buffer_to_rows(raw: Array, inner: tuple[int, ...], dtype: DType) -> Array:
 def nbytes(shape: tuple[int, ...], dtype: DType) -> int:
     """Bytes of a tensor."""
     return prod(shape) * ITEM_BYTES[dtype]
+
+
+def kv_elements(layout: KvLayout, slots: npt.NDArray[np.int32]) -> tuple[Array, Array]:
+    """Where tokens lie in one layer's slice of the pool: element indices [n, kv_heads, head_dim] of K and V.
+
+    `slots` are block * block_size + offset. See KvLayout for the layout.
+    """
+    unit = WORD_ELEMENTS[layout.dtype]
+    padded = padded_last((layout.head_dim,))
+    block, offset = np.divmod(slots.astype(np.int64), layout.block_size)
+    sub, lane = np.divmod(offset, 16)
+    head = np.arange(layout.kv_heads)
+    span = block * (layout.span_bytes // ITEM_BYTES[layout.dtype])
+    base = (span[:, None] + (sub[:, None] * layout.kv_heads + head) * 32 * padded)[..., None]
+    lane = lane[:, None, None]
+    c = np.arange(layout.head_dim)
+    keys = base + (c // unit * 16 + lane) * unit + c % unit
+    values = base + 16 * padded + (lane // unit * padded + c) * unit + lane % unit
+    return keys, values

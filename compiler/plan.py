@@ -128,7 +128,7 @@ class _Slots:
     free: list[int] = field(default_factory=list)
 
     def take(self, rows: str, size: int) -> int:
-        """A free slot of these rows: the least that is large enough, else the largest, grown, else a new one."""
+        """A free slot of these rows: the least that is large enough, or the largest, grown, or a new one."""
         fits = [s for s in self.free if self.slots[s].rows == rows]
         enough = [s for s in fits if self.slots[s].bytes_per_row >= size]
         if enough:

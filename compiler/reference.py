@@ -33,9 +33,7 @@ def run(graph: Graph, inputs: Mapping[str, torch.Tensor], weight: WeightReader) 
     return values
 
 
-def run_node(
-    node: Node, values: Mapping[str, torch.Tensor], weight: WeightReader
-) -> dict[str, torch.Tensor]:
+def run_node(node: Node, values: Mapping[str, torch.Tensor], weight: WeightReader) -> dict[str, torch.Tensor]:
     """The results of one node, by name; of a fused node those that live on."""
     if node.body:
         inside = dict(values)

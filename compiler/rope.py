@@ -93,16 +93,18 @@ def _factors(settings: Mapping[str, Any], dims: int) -> tuple[float, ...]:
 def frequencies(config: RopeConfig) -> F32:
     """Radians per position for each of the dims/2 pairs."""
     exponents = np.arange(0, config.dims, 2, dtype=np.float32) / np.float32(config.dims)
-    inverse = np.divide(1, np.power(np.float32(config.base), exponents), dtype=np.float32)
+    inverse: F32 = np.divide(1, np.power(np.float32(config.base), exponents), dtype=np.float32)
     match config.kind:
         case "default":
             return inverse
         case "linear":
-            return np.divide(inverse, np.float32(config.scaling["factor"]), dtype=np.float32)
+            linear: F32 = np.divide(inverse, np.float32(config.scaling["factor"]), dtype=np.float32)
+            return linear
         case "llama3":
             return _llama3(inverse, config.scaling)
         case "factors":
-            return (inverse / np.array(config.scaling["factors"], np.float32)).astype(np.float32)
+            divided: F32 = np.divide(inverse, np.float32(config.scaling["factors"]), dtype=np.float32)
+            return divided
     raise ValueError(f"no rope kind {config.kind!r}; known: {', '.join(KINDS)}")
 
 

@@ -41,6 +41,7 @@ class _Variant:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
+    name: str
     by_tiles: bool
     variants: tuple[_Variant, ...]
 
@@ -60,13 +61,13 @@ class Runner:
         program = artifact.program
         self.program = program
         self._device = device
-        self._memory = _Areas(artifact, device, weights)
+        self.memory = Areas(artifact, device, weights)
         self.num_blocks = kv_blocks(
             program, num_blocks=num_blocks, kv_bytes=kv_bytes, free_bytes=device.free_bytes()
         )
-        self._memory.add_kv(self.num_blocks)
-        self.ledger = self._memory.ledger(self.num_blocks)
-        resolve = _Resolver(program, device, self._memory)
+        self.memory.add_kv(self.num_blocks)
+        self.ledger = self.memory.ledger(self.num_blocks)
+        resolve = _Resolver(program, device, self.memory)
         self._body = [resolve.launch(launch) for launch in program.body]
         self._head = [resolve.launch(launch) for launch in program.head]
         self._done: StepOutput | None = None
@@ -80,7 +81,7 @@ class Runner:
         """Starts a step (on a CPU: runs it); `collect` gives its output."""
         assert self._done is None, "a step is in flight"
         self._check(batch)
-        self._upload(batch)
+        self.upload(batch)
         self._run(self._body, batch.num_tokens, len(batch.tiles))
         self._done = self._run_head(batch)
 
@@ -92,7 +93,12 @@ class Runner:
 
     def fill_kv_with_nan(self) -> None:
         """Poisons the whole pool (tests: no result may depend on stale keys and values)."""
-        self._device.fill_nan(self._memory.kv)
+        self._device.fill_nan(self.memory.kv)
+
+    def launch(self, name: str, num_rows: int) -> None:
+        """Runs one launch alone, on whatever its arguments hold (for verify and the tuner)."""
+        found = next(launch for launch in (*self._body, *self._head) if launch.name == name)
+        self._run([found], num_rows, num_rows)
 
     def _run(self, launches: list[_Launch], num_rows: int, num_tiles: int) -> None:
         workers = self._device.num_workers
@@ -108,7 +114,7 @@ class Runner:
         tokens, logits = [], []
         for start in range(0, len(batch.logit_rows), self.program.capacity.R):
             rows = batch.logit_rows[start : start + self.program.capacity.R]
-            self._device.upload(self._memory.steps["logit_rows"], rows)
+            self.upload_logit_rows(rows)
             self._run(self._head, len(rows), 0)
             tokens.append(self._read("argmax", len(rows)))
             if batch.want_logits:
@@ -118,10 +124,14 @@ class Runner:
             np.concatenate(logits) if logits else None,
         )
 
+    def upload_logit_rows(self, rows: I32) -> None:
+        """Puts the rows of a head chunk where kernels read them."""
+        self._device.upload(self.memory.steps["logit_rows"], rows)
+
     def _read(self, output: str, num_rows: int) -> npt.NDArray[np.int32]:
         """The first rows of an output, without padding."""
-        buffer = self._memory.outputs[output]
-        memory = self._memory.buffers[buffer.name][: num_rows * buffer.stride * ITEM_BYTES[buffer.dtype]]
+        buffer = self.memory.outputs[output]
+        memory = self.memory.buffers[buffer.name][: num_rows * buffer.stride * ITEM_BYTES[buffer.dtype]]
         raw = self._device.download(memory, np.int32 if buffer.dtype == "i32" else np.float32)
         return buffer_to_rows(raw.reshape(num_rows, -1) if buffer.inner else raw, buffer.inner, buffer.dtype)
 
@@ -135,8 +145,9 @@ class Runner:
                 place="batch",
             )
 
-    def _upload(self, batch: Batch) -> None:
-        upload, steps = self._device.upload, self._memory.steps
+    def upload(self, batch: Batch) -> None:
+        """Puts a batch's arrays where kernels read them."""
+        upload, steps = self._device.upload, self.memory.steps
         upload(steps["tokens"], batch.tokens)
         upload(steps["positions"], batch.positions)
         upload(steps["query_start"], batch.query_start)
@@ -147,8 +158,8 @@ class Runner:
             upload(steps[f"block_tables.{group}"], tables)
 
 
-class _Areas:
-    """A program's device memory, by name."""
+class Areas:
+    """A program's device memory, by name: weights, tables, step arrays, buffers, the pool's layers."""
 
     def __init__(self, artifact: Artifact, device: Device, weights: str | None) -> None:
         self._program = program = artifact.program
@@ -163,7 +174,8 @@ class _Areas:
     def add_kv(self, num_blocks: int) -> None:
         """The pool, [spans][num_blocks][span_bytes]; a layer sees the slice of its index in its group."""
         kv = self._program.kv
-        self.kv = self._device.allocate(num_blocks * kv.block_bytes)
+        # Block 1 of 30 layers lies in 30 places of a pool of gigabytes.
+        self.kv = self._device.allocate(num_blocks * kv.block_bytes, sparse=True)
         size = num_blocks * kv.span_bytes
         self.layers = {
             layer: self.kv[index * size : (index + 1) * size]
@@ -203,7 +215,7 @@ class _Areas:
 class _Resolver:
     """Turns a program's launches into functions and tensors."""
 
-    def __init__(self, program: Program, device: Device, areas: _Areas) -> None:
+    def __init__(self, program: Program, device: Device, areas: Areas) -> None:
         self._device = device
         self._areas = areas
         self._kernels = {kernel.key: kernel for kernel in program.kernels}
@@ -214,7 +226,7 @@ class _Resolver:
             self._variant(launch, max_rows or sys.maxsize, key) for max_rows, key in launch.variants
         )
         assert variants[-1].max_rows == sys.maxsize, launch
-        return _Launch(launch.rows == "tiles", variants)
+        return _Launch(launch.name, launch.rows == "tiles", variants)
 
     def _variant(self, launch: Launch, max_rows: int, key: str) -> _Variant:
         try:

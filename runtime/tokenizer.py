@@ -48,7 +48,7 @@ class Tokenizer:
         return Tokenizer(
             Backend.from_file(str(file)),
             GenerationDefaults.read(artifact),
-            template.read_text() if template.is_file() else None,
+            template.read_text(encoding="utf-8") if template.is_file() else None,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -70,17 +70,13 @@ class Tokenizer:
             raise RequestError(
                 "this model has no chat template", place="chat", remedy="send a plain prompt instead"
             )
-        ends = sorted(self.defaults.eos_token_ids)
-        bos, eos = self._token(self.defaults.bos_token_id), self._token(ends[0] if ends else None)
-        return self._template.render(messages, bos_token=bos, eos_token=eos)
+        defaults = self.defaults
+        return self._template.render(messages, bos_token=defaults.bos_token, eos_token=defaults.eos_token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
-
-    def _token(self, token_id: int | None) -> str:
-        return "" if token_id is None else (self._backend.id_to_token(token_id) or "")
 
 
 class ChatTemplate:

@@ -61,7 +61,7 @@ class WeightSource:
             raise CheckpointError(
                 "the checkpoint does not fit the model:\n  " + "\n  ".join([*problems[:_MAX_LISTED], *more]),
                 place=str(self.checkpoint.path),
-                remedy="use the spec that `pagec import` gives for this checkpoint, or mend the weights section",
+                remedy="use the spec that `pagec import` gives for it, or mend the weights section",
             )
 
     def get(self, name: str) -> F32:
@@ -87,7 +87,9 @@ class WeightSource:
 
     def _missing(self, weight: WeightSpec) -> str:
         same = self.spec.outline.weights[weight.name.rsplit(".", 1)[-1]].targets()
-        hint = f" (is it meant to be the same as {' or '.join(same)}? then say so in the params)" if same else ""
+        hint = (
+            f" (is it meant to be the same as {' or '.join(same)}? then say so in the params)" if same else ""
+        )
         return f"missing: {' or '.join(weight.tensors)} for {weight.name}{hint}"
 
     def _problems_of(self, weight: WeightSpec) -> list[str]:

@@ -96,8 +96,12 @@ def import_map(family: str, document: Document, kind: Kind) -> ImportMap | None:
     params = section_of(section, "params")
     for name, node in params.entries.items():
         for source in _listed(to_plain(node)):
-            if not isinstance(source, str) and not (isinstance(source, dict) and set(source) <= set(_SOURCE_KEYS)):
-                problems.add(params.places[name], "not a key, nor a fact about a tensor", "see importers/mapping")
+            if not isinstance(source, str) and not (
+                isinstance(source, dict) and set(source) <= set(_SOURCE_KEYS)
+            ):
+                problems.add(
+                    params.places[name], "not a key, nor a fact about a tensor", "see importers/mapping"
+                )
     problems.raise_if_any()
     plain = to_plain(section)
     weights = to_plain(section_of(named_for(document.tree, kind), "weights"))
@@ -189,7 +193,7 @@ def _check_expected(mapping: ImportMap, facts: Facts) -> None:
         values = [facts.value(a) if isinstance(a, str) and a.startswith("{arch}") else a for a in allowed]
         if value is not None and value not in values:
             raise CheckpointError(
-                f"{key} is {value!r}, family {mapping.family!r} computes as for {', '.join(map(repr, values))}",
+                f"{key} is {value!r}, family {mapping.family!r} is for {', '.join(map(repr, values))}",
                 place=facts.place,
                 remedy="write a family for this architecture",
             )
@@ -214,19 +218,26 @@ def choose(maps: list[ImportMap], kind: str | None, facts: Facts, what: str) -> 
 def _nearest(maps: list[ImportMap], facts: Facts) -> str:
     if not maps:
         return "write a family with an import section"
-    there = facts.checkpoint.names()
+    found = {mapping.family: _matches(mapping, facts) for mapping in maps}
 
-    def matches(mapping: ImportMap) -> tuple[int, int]:
-        keys = sum(any(_source(s, mapping, facts) is not None for s in found) for found in mapping.params.values())
-        tensors = sum(any(n.replace("{i}", "0") in there for n in names) for names in mapping.tensors)
-        return tensors, keys
+    def share(mapping: ImportMap) -> float:
+        keys, tensors = found[mapping.family]
+        return keys / max(1, len(mapping.params)) + tensors / max(1, len(mapping.tensors))
 
-    best = max(maps, key=lambda m: (sum(matches(m)), -len(m.tensors)))
-    tensors, keys = matches(best)
+    best = max(maps, key=share)
+    keys, tensors = found[best.family]
     return (
         f"the nearest family is {best.family!r}: it finds {keys} of its {len(best.params)} config keys and "
-        f"{tensors} of its {len(best.tensors)} tensors here. Write a family with 'extends: {best.family}' that "
-        "says what differs, and name this kind in its import section"
+        f"{tensors} of its {len(best.tensors)} tensors here. Write a family with 'extends: {best.family}' "
+        "that says what differs, and name this kind in its import section"
     )
 
 
+def _matches(mapping: ImportMap, facts: Facts) -> tuple[int, int]:
+    """How many of a family's params have a key here, and how many of its weights a tensor."""
+    keys = sum(
+        any(isinstance(source, str) and facts.has(source) for source in sources)
+        for sources in mapping.params.values()
+    )
+    there = facts.checkpoint.names()
+    return keys, sum(any(n.replace("{i}", "0") in there for n in names) for names in mapping.tensors)

@@ -1,7 +1,7 @@
 """Imports a model: from a checkpoint to the spec that describes it.
 
-    import_model(Path("SmolLM2-135M"))            a Hugging Face directory
-    import_model(Path("smollm2-135m.gguf"))       a GGUF file
+import_model(Path("SmolLM2-135M"))            a Hugging Face directory
+import_model(Path("smollm2-135m.gguf"))       a GGUF file
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def import_model(path: Path) -> Imported:
         name, tokenizer = path.stem, tokenizer_of_gguf(facts.file)
     else:
         facts = HfFacts(path)
-        mapping = mappings.choose(mappings.known_maps("hf"), facts.config.get("model_type"), facts, "model_type")
+        mapping = mappings.choose(
+            mappings.known_maps("hf"), facts.config.get("model_type"), facts, "model_type"
+        )
         name, tokenizer = path.resolve().name, tokenizer_of_directory(path)
     params = mappings.imported_params(mapping, facts)
     layer_types = mappings.imported_layer_types(mapping, facts)
@@ -135,4 +137,6 @@ def _untied(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
 
 
 def _equal(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    return checkpoint.shape(a) == checkpoint.shape(b) and np.array_equal(checkpoint.read(a), checkpoint.read(b))
+    return checkpoint.shape(a) == checkpoint.shape(b) and np.array_equal(
+        checkpoint.read(a), checkpoint.read(b)
+    )

@@ -42,16 +42,6 @@ class TokenizerFiles:
     chat_template: str | None
     generation: Mapping[str, Any]
 
-    def files(self) -> dict[str, str]:
-        """File names and their texts."""
-        found = {
-            "tokenizer.json": self.tokenizer_json,
-            "generation.json": json.dumps(dict(self.generation), indent=1, ensure_ascii=False) + "\n",
-        }
-        if self.chat_template is not None:
-            found["chat_template.jinja"] = self.chat_template
-        return found
-
 
 # ------------------------------------------------------------------------------ Hugging Face
 

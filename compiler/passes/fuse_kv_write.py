@@ -23,7 +23,9 @@ def fuse_kv_write(graph: Graph) -> Graph:
             continue
         body = _region(node, producers, users, graph)
         gone |= {name for inner in body for name in inner.outputs}
-        regions[node.outputs[0]] = fused("fused.kv_write", absorb_views(body, producers), users, graph.outputs)
+        regions[node.outputs[0]] = fused(
+            "fused.kv_write", absorb_views(body, producers), users, graph.outputs
+        )
     nodes = []
     for node in graph.nodes:
         if node.op == "kv_write":

@@ -29,7 +29,7 @@ def fuse_rowwise(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.op in VIEWS:
             views.append(node)
-            if _is_materialised(node, users[node.outputs[0]]):
+            if _is_copied(users[node.outputs[0]]):
                 close()
                 nodes.append(fused("fused.rowwise", [node], users, graph.outputs))
             continue
@@ -56,6 +56,6 @@ def _shape(node: Node, graph: Graph) -> tuple[object, ...]:
     return t.rows, t.inner
 
 
-def _is_materialised(view: Node, readers: list[Node]) -> bool:
+def _is_copied(readers: list[Node]) -> bool:
     """A view read by a kernel that cannot take it in place (a linear, say) is copied."""
     return any(not (r.op in ops.OPS and ops.OPS[r.op].rowwise) for r in readers if not r.body)

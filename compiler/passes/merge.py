@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagec.compiler.ir import Graph, Node, Type
+from pagec.compiler.ir import Graph, Node, Type, ValueType
 from pagec.compiler.verifier import merged_name, merged_type
 
 
@@ -42,7 +42,7 @@ def _family(node: Node, graph: Graph) -> tuple[object, ...]:
 
 
 def _merge(
-    group: list[Node], graph: Graph, types: dict[str, object], weights: dict[str, Type]
+    group: list[Node], graph: Graph, types: dict[str, ValueType], weights: dict[str, Type]
 ) -> list[Node]:
     size = _group_size(group[0], graph)
     inputs = [group[0].inputs[0]]

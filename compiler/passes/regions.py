@@ -10,7 +10,6 @@ from pagec.compiler.verifier import VIEWS
 __all__ = ["VIEWS", "absorb_views", "drop_unused_views", "fused", "reads_any"]
 
 
-
 def absorb_views(body: Sequence[Node], producers: Mapping[str, Node]) -> list[Node]:
     """The body with the views that it reads in front."""
     views: dict[str, Node] = {}
@@ -45,7 +44,9 @@ def fused(
 def drop_unused_views(graph: Graph) -> Graph:
     """Without views that nothing reads any more."""
     users = graph.users()
-    kept = [n for n in graph.nodes if n.op not in VIEWS or users[n.outputs[0]] or n.outputs[0] in graph.outputs]
+    kept = [
+        n for n in graph.nodes if n.op not in VIEWS or users[n.outputs[0]] or n.outputs[0] in graph.outputs
+    ]
     return graph if len(kept) == len(graph.nodes) else graph.with_nodes(kept)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagec.compiler.dims import DType
-from pagec.compiler.ir import Graph, Node, ValueType
+from pagec.compiler.ir import Graph, Node, Type, ValueType
 
 
 def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
@@ -24,13 +24,13 @@ def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
 
     def cast(name: str, to: DType) -> str:
         source = types[name[1:]]
-        assert not hasattr(source, "layer")
-        if to == "f32" or source.dtype == to:  # type: ignore[union-attr]
+        assert isinstance(source, Type)
+        if to == "f32" or source.dtype == to:
             return name
         new = f"{name[1:]}.{to}"
         if new not in rounded:
             rounded.add(new)
-            types[new] = replace(source, dtype=to)  # type: ignore[call-arg]
+            types[new] = replace(source, dtype=to)
             nodes.append(Node("cast", (name,), (new,), {"dtype": to}))
         return f"%{new}"
 

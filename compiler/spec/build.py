@@ -73,7 +73,9 @@ def build_graph(spec: ModelSpec) -> Graph:
     try:
         return builder.build()
     except RecursionError:
-        raise Place(spec.name, "graph", 0, 0).error("nested too deeply", "write plainer expressions") from None
+        raise Place(spec.name, "graph", 0, 0).error(
+            "nested too deeply", "write plainer expressions"
+        ) from None
 
 
 class _Builder:
@@ -151,7 +153,9 @@ class _Builder:
         found, wanted = self.bound[RESULT], Type("T", (self.spec.vocab,), "f32")
         if not isinstance(found, Tensor) or found.is_weight or found.type != wanted:
             what = str(found.type) if isinstance(found, Tensor) else show(found)
-            raise last.error(f"the logits are {what}, not {wanted}", "end with a linear that gives vocab elements")
+            raise last.error(
+                f"the logits are {what}, not {wanted}", "end with a linear that gives vocab elements"
+            )
 
 
 def _renamed(graph: Graph, result: str) -> Graph:
@@ -200,7 +204,9 @@ class _Expression(Evaluator):
 
     def number(self, node: ast.expr, value: Any) -> Any:
         if isinstance(value, Absent):
-            raise self.error(node, f"${value.name} is absent here", "give it to an op that takes none, or mend 'when'")
+            raise self.error(
+                node, f"${value.name} is absent here", "give it to an op that takes none, or mend 'when'"
+            )
         if isinstance(value, Tensor):
             raise self.error(node, f"{_describe(value)} is not a number", "only + - * / take tensors")
         return super().number(node, value)
@@ -247,7 +253,9 @@ class _Expression(Evaluator):
         params = [p for p in op.params if p.kind != "step"]
         form = f"{op.name}({', '.join(p.name + ('' if p.default is ops.REQUIRED else '?') for p in params)})"
         if len(node.args) > len(params):
-            raise self.error(node, f"{op.name} takes at most {len(params)} arguments, not {len(node.args)}", form)
+            raise self.error(
+                node, f"{op.name} takes at most {len(params)} arguments, not {len(node.args)}", form
+            )
         given = {param.name: value for param, value in zip(params, node.args, strict=False)}
         for keyword in node.keywords:
             if keyword.arg not in {p.name for p in params}:
@@ -274,7 +282,9 @@ class _Expression(Evaluator):
         if len(tensors) != len(found):
             param = op.tensor_params()[found.index(None)]
             raise self.error(
-                node, f"{op.name}'s {param.name} is absent, and a later one is given", "give it, or leave out both"
+                node,
+                f"{op.name}'s {param.name} is absent, and a later one is given",
+                "give it, or leave out both",
             )
         return tensors
 
@@ -284,9 +294,13 @@ class _Expression(Evaluator):
             if param.default is None:
                 return None
             what = f"${value.name} is absent here" if value else "none"
-            raise self.error(node, f"{op.name} needs its {param.name}: {what}", "give a tensor, or mend 'when'")
+            raise self.error(
+                node, f"{op.name} needs its {param.name}: {what}", "give a tensor, or mend 'when'"
+            )
         if not isinstance(value, Tensor):
-            raise self.error(node, f"{op.name}'s {param.name} is {show(value)}, not a tensor", "give a tensor")
+            raise self.error(
+                node, f"{op.name}'s {param.name} is {show(value)}, not a tensor", "give a tensor"
+            )
         if param.kind != "either" and value.is_weight != (param.kind == "weight"):
             wanted = "a weight, written $name" if param.kind == "weight" else "a value, not a weight"
             raise self.error(node, f"{op.name}'s {param.name} is {_describe(value)}", f"give {wanted}")
@@ -298,7 +312,11 @@ class _Expression(Evaluator):
             return None
         if param.type == "activation" and isinstance(value, str) and value in ops.ACTIVATIONS:
             return ops.ACTIVATIONS[value]
-        if param.type in ("number", "positive") and is_number(value) and (param.type == "number" or value > 0):
+        if (
+            param.type in ("number", "positive")
+            and is_number(value)
+            and (param.type == "number" or value > 0)
+        ):
             return float(value)
         fits = {
             "size": isinstance(value, int) and is_number(value) and value > 0,
@@ -309,12 +327,16 @@ class _Expression(Evaluator):
             assert value is None or isinstance(value, (bool, int, float, str))
             return value
         what = _describe(value) if isinstance(value, Tensor) else show(value)
-        raise self.error(node, f"{param.name} is {what}, not {_WANTED[param.type]}", "check the params it comes from")
+        raise self.error(
+            node, f"{param.name} is {what}, not {_WANTED[param.type]}", "check the params it comes from"
+        )
 
     def _rope(self, node: ast.expr) -> dict[str, Attr]:
         value = self.visit(node)
         if not isinstance(value, dict):
-            raise self.error(node, "rope's settings must be a map", "give a param like {base: 10000.0, dims: head_dim}")
+            raise self.error(
+                node, "rope's settings must be a map", "give a param like {base: 10000.0, dims: head_dim}"
+            )
         try:
             return checked_attrs(value)
         except ValueError as error:
@@ -329,7 +351,9 @@ class _Expression(Evaluator):
         is_top = node is self.top
         if len(types) != (len(self.names) if is_top else 1):
             count = len(self.names) if is_top else 1
-            raise self.error(node, f"{op} gives {len(types)} values, not {count}", "bind each of them to a name")
+            raise self.error(
+                node, f"{op} gives {len(types)} values, not {count}", "bind each of them to a name"
+            )
         names = self.names if is_top else [self.builder.new_name(f"{self.names[0]}.{op}")]
         results = self.builder.add(Node(op, tuple(t.reference for t in inputs), tuple(names), attrs), types)
         return results[0] if len(results) == 1 else tuple(results)

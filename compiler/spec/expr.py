@@ -125,14 +125,17 @@ def _parse(scalar: Scalar, mode: str) -> ast.AST:
     except SyntaxError as error:
         offset = max((error.offset or 1) - 1, 0) if error.lineno == 1 else 0
         message = f"cannot be read: {(error.msg or 'invalid syntax').split('. Perhaps')[0]}"
-        raise scalar.at(offset).error(message, "see the spec language for what an expression may hold") from None
+        raise scalar.at(offset).error(
+            message, "see the spec language for what an expression may hold"
+        ) from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise scalar.place.error(f"cannot be read: {error}", "write a plain, shorter expression") from None
     _check_depth(tree, scalar)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id[0] == "_" and not _is_weight(scalar, node):
             raise _place(scalar, node).error(
-                f"the name {node.id!r} begins with '_'", "names begin with a letter; a weight is written $name"
+                f"the name {node.id!r} begins with '_'",
+                "names begin with a letter; a weight is written $name",
             )
     return tree
 
@@ -277,7 +280,8 @@ class Evaluator:
         try:
             return self.checked(node, function(a, b))
         except (ArithmeticError, ValueError) as error:
-            raise self.error(node, f"{show(a)} {symbol} {show(b)}: {error}", "check the numbers") from None
+            why = "too large" if isinstance(error, OverflowError) else str(error)
+            raise self.error(node, f"{show(a)} {symbol} {show(b)}: {why}", "check the numbers") from None
 
     def number(self, node: ast.expr, value: Any) -> Any:
         if is_number(value):
@@ -306,10 +310,10 @@ class Evaluator:
             if value is not None and not isinstance(value, (bool, int, float, str)):
                 raise self.error(node, "only scalars can be compared", "compare numbers, words or none")
         if isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.IsNot)):
-            return (values[0] == values[1]) == isinstance(op, (ast.Eq, ast.Is))
+            return bool(values[0] == values[1]) == isinstance(op, (ast.Eq, ast.Is))
         if type(op) not in _ORDER:
             raise self.error(nodes[0], "this comparison is not part of the language", "use == != < <= > >=")
-        return _ORDER[type(op)](*(self.number(n, v) for n, v in zip(nodes, values, strict=True)))
+        return bool(_ORDER[type(op)](*(self.number(n, v) for n, v in zip(nodes, values, strict=True))))
 
 
 def _kind(node: ast.AST) -> str:

@@ -52,7 +52,7 @@ class Document:
 
 
 def section_of(tree: Map, name: str) -> Map:
-    """A top-level map; an empty one if it is absent or no map (which is reported where sections are checked)."""
+    """A map inside a map; an empty one if it is absent, or no map (outline.py reports that)."""
     node = tree.get(name)
     return node if isinstance(node, Map) else Map({}, {}, tree.place)
 
@@ -139,7 +139,8 @@ def _merge(parent: Map, child: Map, path: tuple[str, ...], problems: Problems) -
         if _deletes(node, here):
             if key not in entries and here[0] in _MUST_EXIST:
                 problems.add(
-                    child.places[key], f"nothing named {key!r} is inherited, so null deletes nothing",
+                    child.places[key],
+                    f"nothing named {key!r} is inherited, so null deletes nothing",
                     suggestion(key, set(entries)),
                 )
             entries.pop(key, None)
@@ -184,5 +185,3 @@ def texts_of(node: Node, what: str) -> tuple[str, ...]:
     """`node` as one text, or a list of texts."""
     items = node.items if isinstance(node, List) else (node,)
     return tuple(text_of(item, what) for item in items)
-
-

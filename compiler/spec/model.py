@@ -1,9 +1,9 @@
 """A model: a spec file resolved into sizes, weights and statements.
 
-    load_spec("smollm2-135m")       a name in configs/models, or a path to a YAML file
-    parse_spec(text, "my.yaml")     the same from a text
-    resolved_yaml(spec)             one file without parents that gives the same model
-    with_max_len(spec, 2048)
+load_spec("smollm2-135m")       a name in configs/models, or a path to a YAML file
+parse_spec(text, "my.yaml")     the same from a text
+resolved_yaml(spec)             one file without parents that gives the same model
+with_max_len(spec, 2048)
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from pagec import configs
 from pagec.compiler.spec import weights as weights_section
 from pagec.compiler.spec.expr import suggestion
@@ -22,9 +20,10 @@ from pagec.compiler.spec.family import Document, document_of, merged, read_text,
 from pagec.compiler.spec.names import SIZES, Reach, check_names, reach
 from pagec.compiler.spec.naming import named_for
 from pagec.compiler.spec.outline import Outline, outline
-from pagec.compiler.spec.scope import NeedsLayer, Scope, overridden
+from pagec.compiler.spec.scope import LayerNeededError, Scope, overridden
 from pagec.compiler.spec.source import Map, Place, Problems, from_plain, to_plain
 from pagec.compiler.spec.weights import Declaration, WeightSpec
+from pagec.compiler.spec.write import write
 
 MAX_LAYERS: Final = 1024
 
@@ -144,7 +143,9 @@ def _max_len(tree: Map, scope: Scope, own: int) -> int:
         return own
     asked = scope.size(node, "max_len")
     if asked > own:
-        raise node.place.error(f"a maximum length of {asked} is beyond the model's {own}", f"ask for {own} at most")
+        raise node.place.error(
+            f"a maximum length of {asked} is beyond the model's {own}", f"ask for {own} at most"
+        )
     return asked
 
 
@@ -155,7 +156,7 @@ def _values(parts: Outline, used: Reach, scope: Scope, problems: Problems) -> di
             with problems:
                 try:
                     values[name] = scope.get(name)
-                except NeedsLayer:
+                except LayerNeededError:
                     continue
     return values
 
@@ -204,7 +205,8 @@ def _add_weight(
         other = parts.weights[target]
         if other.per_layer and layer is None:
             raise one.fields.entries["same_as"].place.error(
-                f"{target!r} belongs to the layers, {one.name!r} to the whole model", "name a weight of the model"
+                f"{target!r} belongs to the layers, {one.name!r} to the whole model",
+                "name a weight of the model",
             )
         aliases[weight.name] = other.full_name(layer)
 
@@ -240,7 +242,7 @@ def _same_as_place(parts: Outline, full_name: str) -> Place:
     return parts.weights[full_name.rsplit(".", 1)[-1]].fields.entries["same_as"].place
 
 
-# ---------------------------------------------------------------------------------- resolved file
+# --------------------------------------------------------------------------- changed and written again
 
 
 def _pruned(parts: Outline, used: Reach) -> Outline:
@@ -264,28 +266,13 @@ def _only(section: Map, names: frozenset[str]) -> Map:
 
 def resolved_yaml(spec: ModelSpec) -> str:
     """One self-contained YAML file that loads to the same model. It names no checkpoint."""
-    data = {"name": spec.name, "family": spec.family}
-    data |= {key: value for key, value in to_plain(spec.outline.tree).items() if key not in data}
-    # One weight, and one statement, a line: dumped with flow style only below the second level.
-    return "".join(_dump_section(key, value) for key, value in data.items())
+    return write({"name": spec.name, "family": spec.family} | to_plain(_unnamed(spec.outline.tree)))
 
 
-def _dump_section(key: str, value: Any) -> str:
-    if not isinstance(value, dict) or not value:
-        return _dump({key: value}, flow=None)
-    flow = False if key == "graph" else True
-    lines = [_dump({name: entry}, flow=flow, outer=True) for name, entry in value.items()]
-    return f"{key}:\n" + "".join("  " + line.replace("\n", "\n  ")[: -len("  ")] for line in lines)
-
-
-def _dump(data: dict[str, Any], *, flow: bool | None, outer: bool = False) -> str:
-    """`outer`: the map itself in block style, its one value in flow style (or block, if not `flow`)."""
-    if outer and flow:
-        ((key, value),) = data.items()
-        name = yaml.safe_dump(key, width=10**6, allow_unicode=True).removesuffix("\n").removesuffix("\n...")
-        inner = yaml.safe_dump(value, sort_keys=False, width=10**6, allow_unicode=True, default_flow_style=True)
-        return f"{name}: {inner.removesuffix(chr(10)).removesuffix(chr(10) + '...')}\n"
-    return yaml.safe_dump(data, sort_keys=False, width=10**6, allow_unicode=True, default_flow_style=flow)
+def _unnamed(tree: Map) -> Map:
+    return Map(
+        {k: v for k, v in tree.entries.items() if k not in ("name", "family")}, tree.places, tree.place
+    )
 
 
 def with_params(spec: ModelSpec, **params: Any) -> ModelSpec:

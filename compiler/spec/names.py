@@ -102,7 +102,9 @@ def _check_known(expression: Expression, parts: Outline, known: set[str], proble
     for name in expression.names():
         if name.id not in known and name.id not in ("none", "true", "false"):
             problems.add(
-                expression.place(name), f"{name.id!r} is not defined", suggestion(name.id, known | set(parts.params))
+                expression.place(name),
+                f"{name.id!r} is not defined",
+                suggestion(name.id, known | set(parts.params)),
             )
 
 
@@ -135,12 +137,16 @@ def _check_targets(statement: Statement, parts: Outline, problems: Problems) -> 
             problems.add(statement.scalar.place, f"{name!r} {what}", "choose another name for the value")
 
 
-def _check_weights_and_ops(expression: Expression, parts: Outline, in_layer: bool, problems: Problems) -> None:
+def _check_weights_and_ops(
+    expression: Expression, parts: Outline, in_layer: bool, problems: Problems
+) -> None:
     for reference in expression.weights():
         name = weight_name(reference)
         if name not in parts.weights:
             problems.add(
-                expression.place(reference), f"no weight is named {name!r}", suggestion(name, set(parts.weights))
+                expression.place(reference),
+                f"no weight is named {name!r}",
+                suggestion(name, set(parts.weights)),
             )
         elif parts.weights[name].per_layer and not in_layer:
             problems.add(
@@ -155,7 +161,9 @@ def _check_weights_and_ops(expression: Expression, parts: Outline, in_layer: boo
                 problems.add(expression.place(node), "only ops can be called", "write op(arguments)")
             elif node.func.id not in known:
                 problems.add(
-                    expression.place(node.func), f"no op is named {node.func.id!r}", suggestion(node.func.id, known)
+                    expression.place(node.func),
+                    f"no op is named {node.func.id!r}",
+                    suggestion(node.func.id, known),
                 )
 
 

@@ -58,16 +58,16 @@ def outline(tree: Map) -> Outline:
     required = _required(tree, problems)
     ignore = _texts(tree, "ignore", "a tensor's name", problems)
     problems.raise_if_any()
-    return Outline(
-        tree, params, types, cycle, weights, first, layer, last, required, ignore, expressions
-    )
+    return Outline(tree, params, types, cycle, weights, first, layer, last, required, ignore, expressions)
 
 
 def _params(section: Map, expressions: Expressions, problems: Problems) -> dict[str, Node]:
     for name, node in section.entries.items():
         place = section.places[name]
         if not name.isidentifier() or name.startswith("_"):
-            problems.add(place, f"{name!r} cannot be a param's name", "use letters, digits and _, not _ first")
+            problems.add(
+                place, f"{name!r} cannot be a param's name", "use letters, digits and _, not _ first"
+            )
         elif name in RESERVED:
             problems.add(place, f"{name!r} has a meaning of its own", "choose another name")
         _parse_all(node, expressions, problems)
@@ -78,7 +78,9 @@ def _parse_all(node: Node, expressions: Expressions, problems: Problems) -> None
     with problems:
         for expression in expressions.inside(node):
             for reference in expression.weights():
-                raise expression.error(reference, "a weight cannot stand in a scalar", "use weights in the graph")
+                raise expression.error(
+                    reference, "a weight cannot stand in a scalar", "use weights in the graph"
+                )
 
 
 def _types(
@@ -132,7 +134,9 @@ def _weights(section: Map, expressions: Expressions, problems: Problems) -> dict
     for name, node in section.entries.items():
         place = section.places[name]
         if not name.isidentifier() or name.startswith("_"):
-            problems.add(place, f"{name!r} cannot be a weight's name", "use letters, digits and _, not _ first")
+            problems.add(
+                place, f"{name!r} cannot be a weight's name", "use letters, digits and _, not _ first"
+            )
             continue
         with problems:
             declared[name] = declaration(name, node, place)
@@ -149,7 +153,9 @@ def _weights(section: Map, expressions: Expressions, problems: Problems) -> dict
 def _check_graph_keys(graph: Map, place: Place, problems: Problems) -> None:
     for key in graph.entries:
         if key not in PARTS:
-            problems.add(graph.places[key], f"a graph has no part {key!r}", f"its parts are {', '.join(PARTS)}")
+            problems.add(
+                graph.places[key], f"a graph has no part {key!r}", f"its parts are {', '.join(PARTS)}"
+            )
     if "last" not in graph.entries:
         problems.add(
             graph.place if graph.entries else place,

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from pagec.compiler.errors import SpecError
-from pagec.compiler.spec.expr import WORDS, Evaluator, Expression, is_number, parse_expression, show, suggestion
+from pagec.compiler.spec.expr import (
+    WORDS,
+    Evaluator,
+    Expression,
+    is_number,
+    parse_expression,
+    show,
+    suggestion,
+)
 from pagec.compiler.spec.source import List, Map, Node, Place, Scalar
 
 # Inside a map, these keys hold a word and not an expression.
@@ -22,7 +30,7 @@ STEP_INPUTS: Final = ("tokens", "positions", "sequences")
 RESERVED: Final = frozenset({INDEX, *WORDS, *STEP_INPUTS})
 
 
-class NeedsLayer(SpecError):
+class LayerNeededError(SpecError):
     """A scalar depends on the layer index, and no layer is given."""
 
 
@@ -55,11 +63,14 @@ class Scope:
     A value is None, a bool, a number, a word, a tuple of values, or a dict of values (a map param).
     """
 
-    def __init__(self, params: Mapping[str, Node], expressions: Expressions, layer: int | None = None) -> None:
+    def __init__(
+        self, params: Mapping[str, Node], expressions: Expressions, layer: int | None = None
+    ) -> None:
         self._params = params
         self._expressions = expressions
         self._layer = layer
         self._values: dict[str, Any] = {}
+        self._errors: dict[str, SpecError] = {}  # so that a mistake is reported in one way only
         self._open: list[str] = []
 
     def __contains__(self, name: str) -> bool:
@@ -70,6 +81,8 @@ class Scope:
 
     def get(self, name: str, place: Place | None = None) -> Any:
         """The value of a param; `place` is where it is asked for."""
+        if name in self._errors:
+            raise self._errors[name]
         if name not in self._values:
             node = self._params.get(name)
             if node is None:
@@ -82,6 +95,9 @@ class Scope:
             self._open.append(name)
             try:
                 self._values[name] = self.evaluate(node)
+            except SpecError as error:
+                self._errors[name] = error
+                raise
             finally:
                 self._open.pop()
         return self._values[name]
@@ -102,7 +118,7 @@ class Scope:
             return self.get(name.id, expression.place(name))
         if self._layer is None:
             place = expression.place(name)
-            raise NeedsLayer([place.problem("'i', the layer's index, has no value outside layers")])
+            raise LayerNeededError([place.problem("'i', the layer's index, has no value outside layers")])
         return self._layer
 
     def size(self, node: Node, what: str, least: int = 1) -> int:
@@ -111,7 +127,9 @@ class Scope:
         if isinstance(value, int) and is_number(value) and value >= least:
             return value
         remedy = "use // for whole division" if isinstance(value, float) else "check the params it comes from"
-        raise node.place.error(f"{what} must be a whole number of at least {least}, not {show(value)}", remedy)
+        raise node.place.error(
+            f"{what} must be a whole number of at least {least}, not {show(value)}", remedy
+        )
 
     def condition(self, node: Node, what: str) -> bool:
         """True or false; none is false."""

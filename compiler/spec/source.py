@@ -1,8 +1,9 @@
 """YAML with a place (file, path, line, column) for every node, and the values that a spec may hold.
 
 `read` gives a tree of Scalar, List and Map. Values are read as PyYAML reads them, since a user's other
-tools do; its traps (1e-5 is a string, duplicate keys are dropped) become problems with a remedy. Anchors, aliases, tags
-and merge keys are refused: a spec says what it means where it stands, and `extends` is there for sharing.
+tools do; its traps (1e-5 is a string, duplicate keys are dropped) become problems with a remedy. Anchors,
+aliases, tags and merge keys are refused: a spec says what it means where it stands, and `extends` is
+there for sharing.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class _Loader(yaml.SafeLoader):
     """Refuses aliases while composing: they can be cyclic, or grow without bound."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.composer.ComposerError(
                 None, None, "anchors and aliases are not part of the spec language", event.start_mark
@@ -183,15 +184,19 @@ def _convert_map(node: yaml.MappingNode, place: Place, problems: Problems) -> Ma
         at = Place(at.file, path, at.line, at.column)
         if name in entries:
             first = places[name]
-            problems.add(at, f"the key {name!r} stands twice (first in line {first.line})", "keep one of them")
+            problems.add(
+                at, f"the key {name!r} stands twice (first in line {first.line})", "keep one of them"
+            )
             continue
         entries[name], places[name] = _convert(value, place.file, path, problems), at
     return Map(entries, places, place)
 
 
 def _convert_scalar(node: yaml.Node, place: Place, problems: Problems) -> Scalar:
+    assert isinstance(node, yaml.ScalarNode)
     plain = node.style is None
-    if node.tag != _SAFE.resolve(yaml.ScalarNode, node.value, (plain, not plain)):
+    implied: str = _SAFE.resolve(yaml.ScalarNode, node.value, (plain, not plain))  # type: ignore[no-untyped-call]
+    if node.tag != implied:
         problems.add(place, f"the tag {node.tag} is not part of the spec language", "leave the tag out")
         return Scalar(None, place)
     return Scalar(_value(node, place, problems), place, _text_column(node, place))
@@ -200,7 +205,7 @@ def _convert_scalar(node: yaml.Node, place: Place, problems: Problems) -> Scalar
 def _text_column(node: yaml.Node, place: Place) -> int:
     """The column at which a node's text stands letter by letter in its line; 0 if it does not."""
     start, end = node.start_mark, node.end_mark
-    raw = start.buffer[start.pointer : end.pointer]
+    raw = str(start.buffer or "")[start.pointer : end.pointer]
     if raw == node.value:
         return place.column
     return place.column + 1 if raw[1:-1] == node.value and "\n" not in raw else 0
@@ -213,7 +218,9 @@ def _value(node: yaml.Node, place: Place, problems: Problems) -> Plain:
     try:
         return reader(node)
     except (ValueError, OverflowError) as error:
-        problems.add(place, f"{node.value[:40]!r} is not a number: {error}", "write an ordinary decimal number")
+        problems.add(
+            place, f"{node.value[:40]!r} is not a number: {error}", "write an ordinary decimal number"
+        )
         return None
 
 

@@ -1,13 +1,13 @@
 """Weights: what a spec declares about each of them, and the tensors that a checkpoint must hold.
 
-    name      the tensor in a checkpoint, or a list of which the first present wins; {i} layer, {e} expert
-    shape     of the logical weight ([N, K] for a linear), of one expert where there is a stack
-    when      a condition: otherwise the weight is absent
-    rows      [a, b]: it is these rows of a fused tensor
-    stored    how the checkpoint's tensor differs, one or a list: transposed ([K, N]), rotary_interleaved
-              (the rows of each head are ordered in pairs), plus_one (w + 1)
-    stack     how many experts: tensors with {e} are stacked, a tensor without {e} holds all of them
-    same_as   {weight: condition}: where it holds, this weight is that other one
+name      the tensor in a checkpoint, or a list of which the first present wins; {i} layer, {e} expert
+shape     of the logical weight ([N, K] for a linear), of one expert where there is a stack
+when      a condition: otherwise the weight is absent
+rows      [a, b]: it is these rows of a fused tensor
+stored    how the checkpoint's tensor differs, one or a list: transposed ([K, N]), rotary_interleaved
+          (the rows of each head are ordered in pairs), plus_one (w + 1)
+stack     how many experts: tensors with {e} are stacked, a tensor without {e} holds all of them
+same_as   {weight: condition}: where it holds, this weight is that other one
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def resolve(declared: Declaration, scope: Scope, layer: int | None) -> WeightSpe
     stack_node = fields.get("stack")
     stack = None if stack_node is None else scope.size(stack_node, "the number of experts")
     if stack_node is not None and stack is not None and stack > MAX_EXPERTS:
-        raise stack_node.place.error(f"{stack} experts; at most {MAX_EXPERTS}", "check the params it comes from")
+        raise stack_node.place.error(
+            f"{stack} experts; at most {MAX_EXPERTS}", "check the params it comes from"
+        )
     stored = _stored(fields.get("stored"))
     return WeightSpec(
         name=declared.full_name(layer),
@@ -193,5 +195,3 @@ def same_as(declared: Declaration, scope: Scope) -> str | None:
         if scope.condition(condition, f"the condition of same_as {target}"):
             return target
     return None
-
-

@@ -70,5 +70,5 @@ def command(
         print_json({"path": str(result.path), "compiled": result.compiled, "seconds": result.seconds})
     else:
         what = f"compiled in {result.seconds:.1f} s" if result.compiled else "already compiled"
-        stderr.print(f"[green]{what}[/]")
+        stderr().print(f"[green]{what}[/]")
         typer.echo(result.path)

@@ -9,27 +9,35 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from pagec.compiler.errors import PagecError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Progress = Callable[[str, int, int], None]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
-stderr = Console(stderr=True, highlight=False)
+
+def stderr() -> Console:
+    """The console for people. rich is imported when something is to be said."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
 
 
 def print_error(error: PagecError) -> None:
     """An error that the user can mend: no traceback."""
-    stderr.print(f"[bold red]error:[/] [red]{escape(str(error))}[/]", soft_wrap=True)
+    from rich.markup import escape
+
+    stderr().print(f"[bold red]error:[/] [red]{escape(str(error))}[/]", soft_wrap=True)
 
 
-def print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2, ensure_ascii=False)
+def print_json(data: Any, *, indent: int | None = None) -> None:
+    json.dump(data, sys.stdout, indent=indent, ensure_ascii=False)
     sys.stdout.write("\n")
 
 
@@ -40,7 +48,7 @@ def progress_display() -> Iterator[Progress]:
     from rich.progress import Progress as Display
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Display(*columns, console=stderr) as display:
+    with Display(*columns, console=stderr()) as display:
         tasks: dict[str, Any] = {}
 
         def update(stage: str, done: int, total: int) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from pagec.compiler.artifact import Artifact
 from pagec.runtime.cli.console import JsonFlag, print_error, print_json, stderr
 
 if TYPE_CHECKING:
@@ -62,10 +61,12 @@ def command(
     """
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
-    began = time.perf_counter()
+    from pagec.compiler.artifact import Artifact
+
     path = Path(model)
     if not Artifact.is_artifact(path):
         path, weights = _compile(model, weights), None
+    began = time.perf_counter()
     engine, tokenizer = _load(path, threads, weights)
     load_s = time.perf_counter() - began
     answers = [
@@ -127,6 +128,7 @@ def _compile(model: str, weights: str | None) -> Path:
 
 def _load(path: Path, threads: int | None, weights: str | None) -> tuple[Engine, Tokenizer]:
     """The tokenizer is read while the weights are."""
+    from pagec.compiler.artifact import Artifact
     from pagec.runtime.engine import Engine
     from pagec.runtime.tokenizer import Tokenizer
 
@@ -194,7 +196,7 @@ def _print_figures(answers: Sequence[Answer], load_s: float) -> None:
     tokens = sum(len(answer.request.output) for answer in answers)
     total = max(answer.total_s for answer in answers)
     first = min(answer.first_token_s for answer in answers)
-    stderr.print(
+    stderr().print(
         f"[dim]{tokens} tokens in {total:.2f} s ({tokens / total:.1f}/s), "
         f"first after {first:.2f} s, loaded in {load_s:.2f} s[/]"
     )

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from pagec.compiler.artifact import Artifact
 from pagec.runtime.cli.console import JsonFlag, print_json
 
 
@@ -40,9 +39,11 @@ def command(
 
 
 def _show_manifest(path: Path, as_json: bool) -> None:
+    from pagec.compiler.artifact import Artifact
+
     manifest = Artifact.open(path, for_this_machine=False).manifest
     if as_json:
-        print_json(manifest)
+        print_json(manifest, indent=1)
         return
     for key, value in manifest.items():
         if key != "files":

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 Memory = Any
@@ -30,8 +29,8 @@ class Device(Protocol):
     def num_workers(self) -> int:
         """Shares into which a kernel's work is cut."""
 
-    def allocate(self, nbytes: int) -> Memory:
-        """Zeroed memory, aligned as kernels need it."""
+    def allocate(self, nbytes: int, *, sparse: bool = False) -> Memory:
+        """Zeroed memory, aligned as kernels need it. `sparse`: much of it may never be touched."""
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Memory:
         """Memory that holds a range of a file."""
@@ -39,7 +38,7 @@ class Device(Protocol):
     def upload(self, memory: Memory, array: Array) -> None:
         """Copies a contiguous host array to the start of `memory`."""
 
-    def download(self, memory: Memory, dtype: type[np.generic]) -> Array:
+    def download(self, memory: Memory, dtype: npt.DTypeLike) -> Array:
         """A host copy of `memory`, flat. Waits for the launches before it."""
 
     def fill_nan(self, memory: Memory) -> None:

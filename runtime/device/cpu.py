@@ -57,13 +57,15 @@ def import_tvm_ffi() -> ModuleType:
         del sys.modules["torch"]
 
 
-def aligned_bytes(nbytes: int) -> Bytes:
-    """Zeroed anonymous memory that starts on a huge page; large areas are backed by huge pages."""
+def aligned_bytes(nbytes: int, *, huge_pages: bool = True) -> Bytes:
+    """Zeroed anonymous memory that starts on a huge page and is backed by such if they are wanted."""
     try:
-        area = mmap.mmap(-1, round_up(max(nbytes, 1), mmap.PAGESIZE) + HUGE_PAGE)
+        # Python's default is shared memory, which gets no huge pages.
+        size = round_up(max(nbytes, 1), mmap.PAGESIZE) + HUGE_PAGE
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CapacityError(f"{nbytes} bytes cannot be allocated ({error})", place="memory") from error
-    area.madvise(mmap.MADV_HUGEPAGE)
+    area.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     raw = np.frombuffer(area, dtype=np.uint8)  # keeps `area` alive
     start = -raw.ctypes.data % HUGE_PAGE
     return raw[start : start + nbytes]
@@ -83,8 +85,9 @@ class CpuDevice:
         self._path = artifact / LIBRARY
         self._ffi.get_global_func(_CONFIGURE_POOL)(_POOL_ON_BIG_CORES, self.num_workers)
 
-    def allocate(self, nbytes: int) -> Bytes:
-        return aligned_bytes(nbytes)
+    def allocate(self, nbytes: int, *, sparse: bool = False) -> Bytes:
+        """A huge page is zeroed whole at its first touch: too much where little is touched."""
+        return aligned_bytes(nbytes, huge_pages=not sparse)
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Bytes:
         """Reads with several threads: page faults and copies of one thread leave bandwidth unused."""
@@ -106,7 +109,7 @@ class CpuDevice:
         flat = array.reshape(-1).view(np.uint8)
         memory[: flat.size] = flat
 
-    def download(self, memory: Bytes, dtype: type[np.generic]) -> Array:
+    def download(self, memory: Bytes, dtype: npt.DTypeLike) -> Array:
         return memory.view(dtype).copy()
 
     def fill_nan(self, memory: Bytes) -> None:

@@ -90,7 +90,7 @@ def test_a_batch_beyond_the_capacity_is_refused(runner: Runner, num_tokens: int)
 def test_layers_see_their_slice_of_the_pool(runner: Runner, device: Any) -> None:
     runner.run(batch(3, []))
     program = runner.program
-    pool = runner._memory.kv.view(np.int32).reshape(program.kv.spans, 9, -1)
+    pool = runner.memory.kv.view(np.int32).reshape(program.kv.spans, 9, -1)
     written = pool[1, 1, :48:16]  # layer 1, block 1, its first three slots
     assert written.tolist() == [0, 1, 2]
     assert not pool[0].any()
@@ -98,7 +98,7 @@ def test_layers_see_their_slice_of_the_pool(runner: Runner, device: Any) -> None
 
 
 def test_rope_tables_are_cosines_then_sines(runner: Runner) -> None:
-    table = runner._memory.tables["rope"].view(np.float32).reshape(2, 8, 2)
+    table = runner.memory.tables["rope"].view(np.float32).reshape(2, 8, 2)
     angles = np.arange(8)[:, None] * np.array([1.0, 0.1], np.float32)
     assert np.allclose(table[0], np.cos(angles), atol=1e-6)
     assert np.allclose(table[1], np.sin(angles), atol=1e-6)
@@ -106,7 +106,7 @@ def test_rope_tables_are_cosines_then_sines(runner: Runner) -> None:
 
 def test_the_whole_pool_is_poisoned(runner: Runner) -> None:
     runner.fill_kv_with_nan()
-    assert np.isnan(runner._memory.kv.view(np.float32)).all()
+    assert np.isnan(runner.memory.kv.view(np.float32)).all()
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_weights_from_a_file_equal_those_made_from_the_same_seed(
     weights = artifact.program.weights
     file = tmp_path / "other.safetensors"
     write_weights(file, weights, (random_packed(7, w) for w in weights))
-    from_file = Runner(artifact, device, weights=str(file), num_blocks=9)._memory.weights
-    made = Runner(artifact, device, weights="random:7", num_blocks=9)._memory.weights
-    other = Runner(artifact, device, weights="random:8", num_blocks=9)._memory.weights
+    from_file = Runner(artifact, device, weights=str(file), num_blocks=9).memory.weights
+    made = Runner(artifact, device, weights="random:7", num_blocks=9).memory.weights
+    other = Runner(artifact, device, weights="random:8", num_blocks=9).memory.weights
     assert from_file.keys() == made.keys() == {"norm", "w"}
     assert all(np.array_equal(from_file[name], made[name]) for name in made)
     assert not np.array_equal(made["w"], other["w"])

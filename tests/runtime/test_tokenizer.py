@@ -38,8 +38,14 @@ def write(
     backend.save(str(directory / "tokenizer.json"))
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
-    data = {"eos_token_ids": [2], "bos_token_id": 1, "add_bos": False, **generation}
-    (directory / "generation.json").write_text(json.dumps(data))
+    data = {
+        "eos_token_ids": [2],
+        "bos_token_id": 1,
+        "add_bos": False,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (directory / "generation.json").write_text(json.dumps({**data, **generation}))
     return path
 
 
@@ -109,4 +115,4 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 def test_generation_defaults(tmp_path: Path) -> None:
     write(tmp_path, eos_token_ids=[2, 4], add_bos=True)
-    assert GenerationDefaults.read(tmp_path) == GenerationDefaults(frozenset({2, 4}), 1, True)
+    assert GenerationDefaults.read(tmp_path) == GenerationDefaults(frozenset({2, 4}), 1, True, "<s>", "</s>")

@@ -48,6 +48,18 @@ class Settings:
     kv: KvLayout
 
 
+# Floating-point operations per element of row-wise work; what is not here takes one.
+_ELEMENT_FLOPS = {
+    "slice": 0,
+    "take_rows": 0,
+    "cast": 0,
+    "rmsnorm": 4,
+    "layernorm": 7,
+    "activation": 16,
+    "softcap": 18,
+}
+
+
 def kernel_name(template: str, words: str, params: Mapping[str, Any]) -> str:
     """The key of a kernel: readable, and different for different parameters."""
     text = json.dumps(params, sort_keys=True)
@@ -208,13 +220,13 @@ class Lowering:
             "pads": code.pads,
         }
         words = "_".join(dict.fromkeys(op for op in ops if op != "slice"))
-        read = [name for name in node.values() if self.graph.types[name] != self.graph.types.get("tokens")]
         kernel = self._kernel(
             "rowwise",
             f"{words}_{region.groups}x{region.width}",
             params,
             code.arrays,
-            bytes_per_row=sum(self._row_bytes(name) for name in (*read, *node.outputs)),
+            flops=region.groups * region.width * sum(_ELEMENT_FLOPS.get(op, 1) for op in ops),
+            bytes_per_row=sum(self._row_bytes(name) for name in (*node.values(), *node.outputs)),
         )
         args = tuple(
             f"weight:{self.packer.vector(arg[7:], region.inner[-1:])}" if arg.startswith("weight:") else arg

@@ -98,7 +98,7 @@ class Region:
     def _weight(self, name: str) -> None:
         if self.graph.weights[name].inner != (self.width,):
             raise CompileError(
-                f"row-wise weights are vectors of the last axis ({self.width}), this is {self.graph.weights[name]}",
+                f"is {self.graph.weights[name]}, not a vector of the last axis ({self.width} elements)",
                 place=f"${name}",
             )
         array = self._array(f"weight:{name}", "w", "float32")
@@ -240,7 +240,9 @@ class Region:
         total = f"sum[T.ramp({index * self.lanes}, 1, {self.lanes})]"
         kept = self._keep(x)
         walk.reset.append(f"{total} = {self._splat(0.0)}")
-        walk.lines.append(f"{total} = {self._call('fma', kept, kept, total) if squared else f'{total} + {kept}'}")
+        walk.lines.append(
+            f"{total} = {self._call('fma', kept, kept, total) if squared else f'{total} + {kept}'}"
+        )
         mean = f'T.call_pure_extern("float32", "pagec_reduce_add", {total}) / T.float32({self.width})'
         if inverse_root:
             mean = f"T.float32(1) / T.sqrt({mean} + T.float32({inverse_root}))"

@@ -56,9 +56,10 @@ def test_a_library_that_is_none_is_refused(library: Path, tmp_path: Path) -> Non
         CpuDevice(tmp_path)
 
 
+@pytest.mark.parametrize("huge_pages", [True, False])
 @pytest.mark.parametrize("nbytes", [0, 1, 64, 5_000_000])
-def test_memory_is_zeroed_and_aligned(nbytes: int) -> None:
-    memory = aligned_bytes(nbytes)
+def test_memory_is_zeroed_and_aligned(nbytes: int, huge_pages: bool) -> None:
+    memory = aligned_bytes(nbytes, huge_pages=huge_pages)
     assert memory.nbytes == nbytes
     assert memory.ctypes.data % (2 << 20) == 0 or nbytes == 0
     assert not memory.any()
