@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from pagec.compiler.importers.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from pagec.compiler.importers.model import Imported, import_model
-from pagec.compiler.importers.tokenizer import TokenizerFiles
+from pagec.compiler.importers.tokenizer import TokenizerFiles, tokenizer_of
 
-__all__ = ["Checkpoint", "Imported", "TokenizerFiles", "WeightSource", "import_model", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Imported",
+    "TokenizerFiles",
+    "WeightSource",
+    "import_model",
+    "open_checkpoint",
+    "tokenizer_of",
+]

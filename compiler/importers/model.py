@@ -18,7 +18,7 @@ from pagec.compiler.importers import mapping as mappings
 from pagec.compiler.importers.checkpoint import Checkpoint
 from pagec.compiler.importers.gguf import GgufFacts
 from pagec.compiler.importers.hf import HfFacts
-from pagec.compiler.importers.tokenizer import TokenizerFiles, tokenizer_of_directory, tokenizer_of_gguf
+from pagec.compiler.importers.tokenizer import TokenizerFiles, tokenizer_of
 from pagec.compiler.spec import ModelSpec, build_graph, parse_spec
 from pagec.compiler.spec.scope import WORD_KEYS
 from pagec.compiler.spec.source import Map, Scalar
@@ -43,13 +43,13 @@ def import_model(path: Path) -> Imported:
         mapping = mappings.choose(
             mappings.known_maps("gguf"), facts.architecture, facts, "general.architecture"
         )
-        name, tokenizer = path.stem, tokenizer_of_gguf(facts.file)
+        name = path.stem
     else:
         facts = HfFacts(path)
         mapping = mappings.choose(
             mappings.known_maps("hf"), facts.config.get("model_type"), facts, "model_type"
         )
-        name, tokenizer = path.resolve().name, tokenizer_of_directory(path)
+        name = path.resolve().name
     params = mappings.imported_params(mapping, facts)
     layer_types = mappings.imported_layer_types(mapping, facts)
 
@@ -62,7 +62,7 @@ def import_model(path: Path) -> Imported:
     if untied:
         params |= dict.fromkeys(untied, False)
         text, spec = described()
-    return Imported(text, spec, facts.checkpoint, tokenizer)
+    return Imported(text, spec, facts.checkpoint, tokenizer_of(facts.checkpoint))
 
 
 def _located(path: Path) -> Path:

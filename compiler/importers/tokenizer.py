@@ -17,6 +17,7 @@ import yaml
 
 from pagec import configs
 from pagec.compiler.errors import CheckpointError
+from pagec.compiler.importers.checkpoint import Checkpoint
 from pagec.compiler.importers.gguf import GgufCheckpoint
 from pagec.compiler.importers.hf import read_json
 
@@ -41,6 +42,13 @@ class TokenizerFiles:
     tokenizer_json: str
     chat_template: str | None
     generation: Mapping[str, Any]
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> TokenizerFiles | None:
+    """The tokenizer that comes with a checkpoint; None if there is none."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        return tokenizer_of_gguf(checkpoint)
+    return tokenizer_of_directory(checkpoint.path)
 
 
 # ------------------------------------------------------------------------------ Hugging Face

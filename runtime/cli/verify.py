@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from pagec.runtime.cli.console import JsonFlag, print_json, progress_display
-from pagec.runtime.cli.verification import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pagec.runtime.cli.verification import Row
 
 
 def command(
@@ -33,6 +35,8 @@ def command(
     if as_json:
         print_json([{**asdict(row), "ok": row.ok} for row in rows])
     else:
+        from rich.console import Console
+
         console = Console()
         console.width = max(console.width, 110)  # keys are to be read whole, also in a pipe
         console.print(_table(rows))
@@ -51,6 +55,8 @@ def verify_artifact(
 
 def _table(rows: Sequence[Row]) -> Table:
     """One line per kernel: the numbers of rows that were tried, and the worst of them."""
+    from rich.table import Table
+
     table = Table("kernel", "rows tried", "largest error", "of the bound", "")
     table.columns[0].no_wrap = True
     for subject in dict.fromkeys(row.subject for row in rows):

@@ -63,7 +63,8 @@ def test_params_are_evaluated_when_they_are_asked_for() -> None:
 @pytest.mark.parametrize(
     "text",
     ["1 +", "a.b", "[1]", "x[0]", "lambda: 1", "f(x)", "1 and 2", "true + 1", "'a' * 3", "1 < none", "1j",
-     "b'a'", "10 ** 300 * 10 ** 300", "2 ** 64 * 9", "x in y", "~1", "1 << 2", "f'{x}'", "...", "(1, 2)", "x := 1"],
+     "b'a'", "10 ** 300 * 10 ** 300", "2 ** 64 * 9", "x in y", "~1", "1 << 2", "f'{x}'", "...",
+     "(1, 2)", "x := 1"],
 )  # fmt: skip
 def test_what_is_not_part_of_the_language(text: str) -> None:
     with pytest.raises(SpecError) as caught:

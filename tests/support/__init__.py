@@ -1,0 +1,1 @@
+"""What several tests need: running single kernels, building small models, goldens."""

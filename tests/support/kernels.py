@@ -1,0 +1,143 @@
+"""Runs the nodes of a small fused graph as compiled kernels, one by one, outside of any artifact.
+
+Everything is padded and laid out as in an artifact, results are poisoned with NaN first, and arrays that
+the step would give (tiles, slots, ...) are passed in by name.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagec.compiler.backends.cpu.build import build_library
+from pagec.compiler.backends.cpu.emit import emit_all
+from pagec.compiler.backends.cpu.lower import Call, Lowering, Settings
+from pagec.compiler.backends.targets import load_target
+from pagec.compiler.dims import ITEM_BYTES, DType, row_stride
+from pagec.compiler.ir import Graph, Type
+from pagec.compiler.packing import buffer_to_rows, pack, rows_to_buffer
+from pagec.compiler.program import Kernel, KvGroup, KvLayout
+from pagec.compiler.rope import cos_sin_of
+from pagec.runtime.device.cpu import CpuDevice
+
+RAW: Mapping[DType, Any] = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32}
+
+
+@dataclass
+class KernelRun:
+    """The kernels of a fused graph, compiled. `weights` are the model's own, float32."""
+
+    graph: Graph
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    source: Graph | None = None
+    kv: KvLayout = field(default_factory=lambda: KvLayout("bf16", 16, 1, 16, (KvGroup((0,), None),)))
+    max_len: int = 1024
+    query_tile: int = 8
+    target: str = "cpu"
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        target = load_target(self.target)
+        settings = Settings(target, self.max_len, self.query_tile, self.kv)
+        self.lowering = Lowering(self.graph, self.source or self.graph, settings)
+        self.calls = [self.lowering.lower(node) for node in self.graph.nodes]
+        kernels: dict[str, Kernel] = {k.key: k for call in self.calls for _, k in call.variants}
+        self._directory = tempfile.TemporaryDirectory()
+        path = Path(self._directory.name)
+        for name, text in emit_all(tuple(kernels.values()), target).items():
+            (path / name).write_text(text)
+        build_library(tuple(kernels.values()), path, target, path, lambda *_: None)
+        self.device = CpuDevice(path, self.threads)
+        self._memory = {f"weight:{w.name}": self._upload(self._packed(w)) for w in self._weights()}
+        for table in self.lowering.packer.tables.values():
+            both = np.stack(cos_sin_of(np.array(table.frequencies, np.float32), table.length))
+            self._memory[f"table:{table.name}"] = self._upload(both)
+
+    def _weights(self) -> Any:
+        return self.lowering.packer.weights.values()
+
+    def _packed(self, weight: Any) -> Any:
+        return pack(weight, [np.asarray(self.weights[part], np.float32) for part in weight.parts])
+
+    def _upload(self, array: Any) -> Any:
+        memory = self.device.allocate(array.nbytes)
+        self.device.upload(memory, np.ascontiguousarray(array))
+        return memory
+
+    def run(
+        self, values: Mapping[str, Any], step: Mapping[str, Any] | None = None, rows: int | None = None
+    ) -> dict[str, Any]:
+        """All results by name, float32 (rows as the graph has them); `step` has pools and step arrays by
+        argument name ("kv:0", "step:tiles", ...), pools are written in place."""
+        memory = dict(self._memory)
+        for name, array in (step or {}).items():
+            memory[name] = self._upload(array)
+        for name, value in values.items():
+            t = self.graph.type(name)
+            memory[f"value:{name}"] = self._upload(rows_to_buffer(np.asarray(value), t.dtype))
+        found: dict[str, Any] = {}
+        for call in self.calls:
+            self._launch(call, memory, values, step or {}, rows, found)
+        for name, array in (step or {}).items():
+            if name.startswith("kv:"):
+                array[...] = self.device.download(memory[name], array.dtype.type).reshape(array.shape)
+        return found
+
+    def _launch(
+        self,
+        call: Call,
+        memory: dict[str, Any],
+        values: Mapping[str, Any],
+        step: Mapping[str, Any],
+        rows: int | None,
+        found: dict[str, Any],
+    ) -> None:
+        num_rows = rows if rows is not None else len(next(iter(values.values())))
+        for name in call.node.outputs:
+            t = self.graph.types[name]
+            if isinstance(t, Type):
+                nbytes = num_rows * row_stride(t.inner) * ITEM_BYTES[t.dtype]
+                memory[f"value:{name}"] = self.device.allocate(nbytes)
+                self.device.fill_nan(memory[f"value:{name}"])
+        count = len(step["step:tiles"]) if call.rows == "tiles" else num_rows
+        limits = [kernel for limit, kernel in call.variants if limit == 0 or count <= limit]
+        tensors = [
+            self.device.tensor(memory[arg], dtype)
+            for arg, dtype in zip(call.args, limits[0].signature, strict=True)
+        ]
+        self.device.function(limits[0].symbol)(*tensors, count, self.threads)
+        for name in call.node.outputs:
+            t = self.graph.types[name]
+            if isinstance(t, Type):
+                found[name] = self._rows(memory[f"value:{name}"], t, num_rows)
+
+    def _rows(self, memory: Any, t: Type, num_rows: int) -> Any:
+        raw = self.device.download(memory, RAW[t.dtype])
+        if not t.inner:
+            return raw
+        raw = raw.reshape(num_rows, row_stride(t.inner))
+        padding = buffer_to_rows(raw, (row_stride(t.inner),), t.dtype)
+        assert np.isfinite(padding).all(), "padding holds stale bytes"
+        return buffer_to_rows(raw, t.inner, t.dtype)
+
+
+def one_node_graph(op: str, inputs: Mapping[str, Type], out: Mapping[str, Type], **attrs: Any) -> Graph:
+    """A graph of one node; inputs without rows are weights."""
+    from pagec.compiler.ir import Node
+
+    weights = {name: t for name, t in inputs.items() if t.rows is None}
+    values = {name: t for name, t in inputs.items() if t.rows is not None}
+    references = tuple(f"{'$' if t.rows is None else '%'}{name}" for name, t in inputs.items())
+    node = Node(op, references, tuple(out), attrs)
+    return Graph(tuple(values), tuple(out), (node,), {**values, **out}, weights)
+
+
+def size(t: Type) -> int:
+    """Elements of a row."""
+    return prod(t.inner)
