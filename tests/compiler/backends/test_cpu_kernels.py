@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.kernels import KernelRun, one_node_graph
 
 from pagec.compiler import reference
 from pagec.compiler.backends.targets import PREFERENCE, load_target
-from pagec.compiler.dims import DType
+from pagec.compiler.dims import DType, padded_last
 from pagec.compiler.ir import CacheType, Graph, Node, Type
 from pagec.compiler.packing import from_bf16, kv_elements, to_bf16
 from pagec.compiler.program import KvGroup, KvLayout
@@ -24,7 +25,8 @@ U = 2.0**-24
 RUNNABLE = [name for name in PREFERENCE if host().flags.issuperset(load_target(name).requires)]
 few = settings(
     max_examples=6,
-    deadline=None,  # an example compiles kernels
+    deadline=None,  # an example compiles kernels, so shrinking one would take minutes
+    phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 targets = pytest.mark.parametrize("target", RUNNABLE)
@@ -99,13 +101,16 @@ def tiles_of(chunks: list[tuple[int, int]], height: int) -> Any:
 
 
 def fill_pool(layout: KvLayout, tables: Any, keys: list[Any], values: list[Any]) -> Any:
-    """One layer's pool: NaN but for the keys and values of each sequence."""
+    """One layer's pool: NaN but for the keys and values of each sequence (padded heads, as kv_write does)."""
+    padded = padded_last((layout.head_dim,))
+    whole = replace(layout, head_dim=padded)
     kind: Any = np.uint16 if layout.dtype == "bf16" else np.float32
     pool = np.full(400 * layout.span_bytes, 0xFF, np.uint8).view(kind)
     for table, k, v in zip(tables, keys, values, strict=True):
         positions = np.arange(len(k))
         slots = table[positions // layout.block_size] * layout.block_size + positions % layout.block_size
-        for place, x in zip(kv_elements(layout, slots), (k, v), strict=True):
+        for place, part in zip(kv_elements(whole, slots), (k, v), strict=True):
+            x = np.pad(part, ((0, 0), (0, 0), (0, padded - layout.head_dim)))
             pool[place] = to_bf16(x) if layout.dtype == "bf16" else x
     return pool
 
