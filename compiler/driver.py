@@ -216,11 +216,20 @@ def _write_artifact(
         (fresh / artifacts.MANIFEST).write_text(
             dump_json(_manifest(fresh, source.spec, plan.program, options, target))
         )
-        if path.exists():
-            shutil.rmtree(path)
-        fresh.rename(path)
+        _put_in_place(fresh, path)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _put_in_place(fresh: Path, path: Path) -> None:
+    """Replaces an older artifact. If another process was faster with the same one, either will do."""
+    if path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        fresh.rename(path)
+    except OSError:
+        if not artifacts.Artifact.is_artifact(path):
+            raise
 
 
 def _write_kernels(path: Path, program: Program, target: CpuTarget, progress: Progress) -> None:

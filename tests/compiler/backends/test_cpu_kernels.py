@@ -85,7 +85,7 @@ def test_a_linear_of_heads_reads_and_writes_padded_heads() -> None:
 
 
 def attention_step(layout: KvLayout, chunks: list[tuple[int, int]], max_blocks: int, rng: Any) -> Any:
-    """Step arrays for sequences of (tokens before, tokens now), blocks in random order, as a batch has them."""
+    """Step arrays for sequences of (tokens before, tokens now), their blocks in random order."""
     free = list(rng.permutation(np.arange(1, 400)))
     tables = np.zeros((len(chunks), max_blocks), np.int32)
     for row, (before, now) in zip(tables, chunks, strict=True):
@@ -310,7 +310,7 @@ def test_kv_write(target: str, dtype: DType, head_dim: int, dims: int, interleav
 
     values = {"qkv": torch.from_numpy(x), "positions": torch.from_numpy(positions)}
     for inner in body[:-1]:
-        values |= reference.run_node(inner, values, lambda name: torch.empty(0))
+        values |= reference.run_node(inner, values, lambda _: torch.empty(0))
     ulp = 2.0**-8 if dtype == "bf16" else 0.0
     padded = -(-head_dim // 16) * 16
     for mine, name in ((got, "qr"), *zip(_read(pool, layout, slots), ("kr", "v"), strict=True)):
