@@ -19,7 +19,7 @@ PACKAGES := compiler runtime templates configs autotune
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 # What decides an artifact's bytes.
-SOURCES := $(shell find compiler templates configs -type f \( -name '*.py' -o -name '*.jinja' -o -name '*.yaml' \))
+SOURCES := $(shell find compiler templates configs -type f ! -name '*.pyc')
 
 # Evaluated only when the virtual environment is made.
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -49,7 +49,7 @@ c-compiler:
 
 $(VENV)/made:
 	@test -n "$(PYTHON)" || { \
-		echo "make: no Python 3.11 or newer on PATH (python3 is $$(python3 --version 2>&1))" >&2; \
+		echo "make: no Python 3.11 or newer on PATH (python3: $$(python3 --version 2>/dev/null || echo none))" >&2; \
 		echo "  fix: install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) $(NEW_ENOUGH) || { \
 		echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1), pagec needs 3.11 or newer" >&2; exit 1; }
@@ -101,6 +101,7 @@ golden: $(VENV)/dev
 	@git status --short tests/goldens
 
 wheel: $(VENV)/dev
+	@rm -rf build/lib  # setuptools would take deleted files from it
 	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 

@@ -73,9 +73,14 @@ class Artifact:
         `for_this_machine=False` skips the check of architecture and CPU flags, to look at it only.
         """
         manifest = _read_manifest(path)
+        try:
+            target = CpuTarget.from_json(manifest["target"])
+            files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _damaged(path / MANIFEST, f"not a manifest ({error})") from error
         if for_this_machine:
-            check_runs_on(CpuTarget.from_json(manifest["target"]), host())
-        _check_files(path, manifest)
+            check_runs_on(target, host())
+        _check_files(path, files)
         try:
             program = Program.from_json(json.loads((path / "program.json").read_text()))
         except (KeyError, TypeError, ValueError) as error:
@@ -129,15 +134,16 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _check_files(path: Path, manifest: Mapping[str, Any]) -> None:
-    for name, entry in manifest["files"].items():
+def _check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Sizes of all files, digests of all but the weights."""
+    for name, (size, sha256) in files.items():
         file = path / name
         if not file.is_file():
             raise _damaged(file, "the file is missing")
-        size = file.stat().st_size
-        if size != entry["bytes"]:
-            raise _damaged(file, f"{size} bytes, the manifest says {entry['bytes']}")
-        if name != WEIGHTS and digest(file) != entry["sha256"]:
+        found = file.stat().st_size
+        if found != size:
+            raise _damaged(file, f"{found} bytes, the manifest says {size}")
+        if name != WEIGHTS and digest(file) != sha256:
             raise _damaged(file, "its digest is not the manifest's; it was changed after compiling")
 
 

@@ -335,7 +335,7 @@ def _code_digest() -> str:
     """Of everything that decides what is emitted: the compiler and the templates."""
     found = hashlib.sha256()
     for package in (Path(__file__).parent, Path(templates.__file__).parent):
-        for file in sorted((*package.rglob("*.py"), *package.rglob("*.jinja"))):
+        for file in sorted((*package.rglob("*.py"), *package.rglob("*.jinja"), *package.rglob("*.c"))):
             found.update(file.read_bytes())
     return found.hexdigest()
 

@@ -16,8 +16,8 @@ unbounded (max_rows 0). Its arguments are resolved once, at load:
                   seq_lens[S], slot_mapping.G[T], block_tables.G[S, max_blocks], tiles[T, 2]
 
 All are flat arrays of the element type that the kernel's `signature` names (int32 words, float32, int16);
-after them every kernel takes two int32: its number of rows and its number of workers. A step passes only
-numbers.
+after them every kernel takes three int32: its number of rows, and which share of how many it is to compute
+(worker, num_workers). A step passes only numbers.
 """
 
 from __future__ import annotations

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pagec.compiler.artifact import Artifact
-from pagec.compiler.dims import BYTE_ALIGN, ITEM_BYTES, round_up
+from pagec.compiler.dims import ITEM_BYTES
 from pagec.compiler.errors import ArtifactError, CapacityError
 from pagec.compiler.packing import buffer_to_rows
-from pagec.compiler.program import Buffer, Launch, Program, RopeTable
-from pagec.compiler.rope import cos_sin_of
+from pagec.compiler.program import Launch, RowCount
 from pagec.runtime.batch import I32, Batch
-from pagec.runtime.device import Device, Function, Memory, Tensor
-from pagec.runtime.ledger import Ledger, kv_blocks
-from pagec.runtime.weights import load_weights
+from pagec.runtime.device import Device, KernelCall
+from pagec.runtime.ledger import kv_blocks
+from pagec.runtime.memory import Areas
 
 F32 = npt.NDArray[np.float32]
 
@@ -32,18 +30,8 @@ class StepOutput:
     logits: F32 | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    max_rows: int
-    function: Function
-    args: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    name: str
-    by_tiles: bool
-    variants: tuple[_Variant, ...]
+# Which row count a launch takes, in the order in which `run` gives them.
+_COUNTS: Final[Mapping[RowCount, int]] = {"T": 0, "tiles": 1, "R": 2}
 
 
 class Runner:
@@ -67,9 +55,10 @@ class Runner:
         )
         self.memory.add_kv(self.num_blocks)
         self.ledger = self.memory.ledger(self.num_blocks)
-        resolve = _Resolver(program, device, self.memory)
-        self._body = [resolve.launch(launch) for launch in program.body]
-        self._head = [resolve.launch(launch) for launch in program.head]
+        calls = {launch.name: self._call(launch) for launch in (*program.body, *program.head)}
+        self.body = device.prepare([calls[launch.name] for launch in program.body])
+        self.head = device.prepare([calls[launch.name] for launch in program.head])
+        self._calls = calls
         self._done: StepOutput | None = None
 
     def run(self, batch: Batch) -> StepOutput:
@@ -82,7 +71,7 @@ class Runner:
         assert self._done is None, "a step is in flight"
         self._check(batch)
         self.upload(batch)
-        self._run(self._body, batch.num_tokens, len(batch.tiles))
+        self.body.run(batch.num_tokens, len(batch.tiles), 0)
         self._done = self._run_head(batch)
 
     def collect(self) -> StepOutput:
@@ -97,17 +86,7 @@ class Runner:
 
     def launch(self, name: str, num_rows: int) -> None:
         """Runs one launch alone, on whatever its arguments hold (for verify and the tuner)."""
-        found = next(launch for launch in (*self._body, *self._head) if launch.name == name)
-        self._run([found], num_rows, num_rows)
-
-    def _run(self, launches: list[_Launch], num_rows: int, num_tiles: int) -> None:
-        workers = self._device.num_workers
-        for launch in launches:
-            rows = num_tiles if launch.by_tiles else num_rows
-            for variant in launch.variants:
-                if rows <= variant.max_rows:
-                    variant.function(*variant.args, rows, workers)
-                    break
+        self._device.prepare([self._calls[name]]).run(num_rows, num_rows, num_rows)
 
     def _run_head(self, batch: Batch) -> StepOutput:
         """The head over the logit rows, R at a time."""
@@ -115,7 +94,7 @@ class Runner:
         for start in range(0, len(batch.logit_rows), self.program.capacity.R):
             rows = batch.logit_rows[start : start + self.program.capacity.R]
             self.upload_logit_rows(rows)
-            self._run(self._head, len(rows), 0)
+            self.head.run(0, 0, len(rows))
             tokens.append(self._read("argmax", len(rows)))
             if batch.want_logits:
                 logits.append(self._read("logits", len(rows)))
@@ -157,142 +136,20 @@ class Runner:
             upload(steps[f"slot_mapping.{group}"], slots)
             upload(steps[f"block_tables.{group}"], tables)
 
-
-class Areas:
-    """A program's device memory, by name: weights, tables, step arrays, buffers, the pool's layers."""
-
-    def __init__(self, artifact: Artifact, device: Device, weights: str | None) -> None:
-        self._program = program = artifact.program
-        self._device = device
-        self.weights = load_weights(device, artifact, weights)
-        self.tables = {table.name: _rope_table(device, table) for table in program.tables}
-        self.steps = _carve(device, _step_bytes(program))
-        self.buffers = _workspace(device, program)
-        buffers = {buffer.name: buffer for buffer in program.buffers}
-        self.outputs: Mapping[str, Buffer] = {k: buffers[name] for k, name in program.outputs.items()}
-
-    def add_kv(self, num_blocks: int) -> None:
-        """The pool, [spans][num_blocks][span_bytes]; a layer sees the slice of its index in its group."""
-        kv = self._program.kv
-        # Block 1 of 30 layers lies in 30 places of a pool of gigabytes.
-        self.kv = self._device.allocate(num_blocks * kv.block_bytes, sparse=True)
-        size = num_blocks * kv.span_bytes
-        self.layers = {
-            layer: self.kv[index * size : (index + 1) * size]
-            for group in kv.groups
-            for index, layer in enumerate(group.layers)
-        }
-
-    def find(self, argument: str) -> Memory:
-        """The memory behind a launch's argument, "kind:NAME"."""
-        kind, _, name = argument.partition(":")
-        match kind:
-            case "kv":
-                return self.layers[int(name)]
-            case "buffer":
-                return self.buffers[name]
-            case "weight":
-                return self.weights[name]
-            case "table":
-                return self.tables[name]
-            case "step":
-                return self.steps[name]
-        raise KeyError(argument)
-
-    def ledger(self, num_blocks: int) -> Ledger:
-        program = self._program
-        return Ledger(
-            weights_bytes=sum(w.nbytes for w in program.weights),
-            tables_bytes=sum(8 * t.length * len(t.frequencies) for t in program.tables),
-            workspace_bytes=program.slot_offsets()[1],
-            step_bytes=sum(_step_bytes(program).values()),
-            kv_bytes=num_blocks * program.kv.block_bytes,
-            kv_blocks=num_blocks,
-            kv_tokens=(num_blocks - 1) // max(len(program.kv.groups), 1) * program.kv.block_size,
-        )
-
-
-class _Resolver:
-    """Turns a program's launches into functions and tensors."""
-
-    def __init__(self, program: Program, device: Device, areas: Areas) -> None:
-        self._device = device
-        self._areas = areas
-        self._kernels = {kernel.key: kernel for kernel in program.kernels}
-        self._tensors: dict[tuple[str, str], Tensor] = {}
-
-    def launch(self, launch: Launch) -> _Launch:
-        variants = tuple(
-            self._variant(launch, max_rows or sys.maxsize, key) for max_rows, key in launch.variants
-        )
-        assert variants[-1].max_rows == sys.maxsize, launch
-        return _Launch(launch.name, launch.rows == "tiles", variants)
-
-    def _variant(self, launch: Launch, max_rows: int, key: str) -> _Variant:
+    def _call(self, launch: Launch) -> KernelCall:
+        kernels = {kernel.key: kernel for kernel in self.program.kernels}
         try:
-            kernel = self._kernels[key]
-            args = zip(launch.args, kernel.signature, strict=True)
-            tensors = tuple(self._tensor(name, dtype) for name, dtype in args)
+            chosen = [kernels[key] for _, key in launch.variants]
+            if len({kernel.signature for kernel in chosen}) > 1:
+                raise ValueError("its kernels take different arrays")
+            pairs = zip(launch.args, chosen[0].signature, strict=True)
+            tensors = tuple(self._device.tensor(self.memory.find(name), dtype) for name, dtype in pairs)
         except (KeyError, ValueError) as error:
             raise ArtifactError(
-                f"launch {launch.name}, kernel {key}: cannot be resolved ({error})",
+                f"launch {launch.name} cannot be resolved ({error})",
                 place="program.json",
                 remedy="compile the model again",
             ) from error
-        return _Variant(max_rows, self._device.function(kernel.symbol), tensors)
-
-    def _tensor(self, name: str, dtype: str) -> Tensor:
-        found = self._tensors.get((name, dtype))
-        if found is None:
-            found = self._tensors[name, dtype] = self._device.tensor(self._areas.find(name), dtype)
-        return found
-
-
-def _step_bytes(program: Program) -> dict[str, int]:
-    """Bytes of the step's arrays at capacity."""
-    T, S, R = program.capacity.T, program.capacity.S, program.capacity.R
-    sizes = {
-        "tokens": T,
-        "positions": T,
-        "logit_rows": R,
-        "query_start": S + 1,
-        "seq_lens": S,
-        "tiles": 2 * T,
-    }
-    for group in range(len(program.kv.groups)):
-        sizes[f"slot_mapping.{group}"] = T
-        sizes[f"block_tables.{group}"] = S * program.max_blocks
-    return {name: 4 * size for name, size in sizes.items()}
-
-
-def _carve(device: Device, sizes: Mapping[str, int]) -> dict[str, Memory]:
-    """Aligned pieces of one allocation."""
-    memory = device.allocate(sum(round_up(size, BYTE_ALIGN) for size in sizes.values()))
-    return {
-        name: memory[at : at + size] for (name, size), at in zip(sizes.items(), _starts(sizes), strict=True)
-    }
-
-
-def _starts(sizes: Mapping[str, int]) -> Iterator[int]:
-    at = 0
-    for size in sizes.values():
-        yield at
-        at += round_up(size, BYTE_ALIGN)
-
-
-def _workspace(device: Device, program: Program) -> dict[str, Memory]:
-    """Every buffer's memory at capacity; buffers of one slot share it."""
-    offsets, nbytes = program.slot_offsets()
-    memory = device.allocate(nbytes)
-    views = {}
-    for buffer in program.buffers:
-        size = buffer.stride * ITEM_BYTES[buffer.dtype] * program.capacity.rows(buffer.rows)
-        views[buffer.name] = memory[offsets[buffer.slot] :][:size]
-    return views
-
-
-def _rope_table(device: Device, table: RopeTable) -> Memory:
-    cos_sin = np.stack(cos_sin_of(np.array(table.frequencies, np.float32), table.length))
-    memory = device.allocate(prod(cos_sin.shape) * 4)
-    device.upload(memory, cos_sin)
-    return memory
+        limits = [limit for limit, _ in launch.variants]
+        variants = zip(limits, (kernel.symbol for kernel in chosen), strict=True)
+        return KernelCall(launch.name, _COUNTS[launch.rows], tuple(variants), tensors)

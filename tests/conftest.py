@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,11 +12,18 @@ import pytest
 from support.goldens import Golden
 
 # Artifacts that several tests share are compiled once, also across runs while the compiler is unchanged.
-os.environ["PAGEC_CACHE"] = str(Path(__file__).parent.parent / "build" / "cache")
+CACHE = Path(__file__).parent.parent / "build" / "cache"
+os.environ["PAGEC_CACHE"] = str(CACHE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --update-golden only the tests that have golden files run."""
+    if config.getoption("--update-golden"):
+        items[:] = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
 
 
 @pytest.fixture
@@ -37,4 +45,7 @@ def smollm2(smollm2_gguf: Path) -> Path:
     """The artifact of SmolLM2-135M-Instruct, bf16, for this machine."""
     from pagec.compiler.driver import CompileOptions, compile_model
 
-    return compile_model(CompileOptions(model=str(smollm2_gguf)), lambda *_: None).path
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:  # the other test process may want it too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return compile_model(CompileOptions(model=str(smollm2_gguf)), lambda *_: None).path

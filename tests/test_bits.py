@@ -1,4 +1,4 @@
-"""The numbers contract on the real model: a request's logits are the same bytes whatever happens around it."""
+"""The numbers contract on the real model: logits are the same bytes whatever happens beside a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = (1, 15, 16, 17, 600)
 
 
 def prompt_of(length: int, vocab: int) -> list[int]:
-    return np.random.default_rng(length).integers(0, vocab, length).tolist()
+    return [int(token) for token in np.random.default_rng(length).integers(0, vocab, length)]
 
 
 def logits_of(engine: Engine, length: int, companions: int = 0) -> bytes:

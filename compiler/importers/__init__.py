@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagec.compiler.importers.checkpoint import Checkpoint, WeightSource, open_checkpoint
+from pagec.compiler.importers.checkpoint import Checkpoint, WeightSource
+from pagec.compiler.importers.formats import open_checkpoint
 from pagec.compiler.importers.model import Imported, import_model
 from pagec.compiler.importers.tokenizer import TokenizerFiles, tokenizer_of
 

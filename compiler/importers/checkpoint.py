@@ -34,17 +34,6 @@ class Checkpoint(Protocol):
         """A tensor in float32: widened exactly, or dequantised."""
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """A .gguf file, or a Hugging Face directory of safetensors."""
-    if path.suffix == ".gguf":
-        from pagec.compiler.importers.gguf import GgufCheckpoint
-
-        return GgufCheckpoint(path)
-    from pagec.compiler.importers.hf import SafetensorsCheckpoint
-
-    return SafetensorsCheckpoint(path)
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """A model's weights, read from a checkpoint."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from pagec.compiler.errors import PagecError
 from pagec.runtime.cli import compile, generate, import_model, show, verify
 from pagec.runtime.cli.console import print_error
+
+COMPILE_EXTRA: Final = ("torch", "transformers", "tvm", "gguf", "safetensors", "yaml")
 
 app = typer.Typer(
     name="pagec",
@@ -53,6 +55,12 @@ def run() -> None:
         app()
     except PagecError as error:
         print_error(error)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if error.name not in COMPILE_EXTRA:
+            raise
+        remedy = "pip install 'pagec[compile]', or compile elsewhere and give the artifact"
+        print_error(PagecError(f"the compiler is not installed here (no {error.name})", remedy=remedy))
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more while closing stdout.

@@ -1,13 +1,14 @@
 """Devices: what allocates, copies, loads and launches. The only part of the runtime that knows hardware.
 
 A device hands out *memory*: a flat range of bytes that slices like an array (`memory[a:b]`) and is opaque
-to everyone else. A *tensor* is a typed flat view of memory, as kernels take it; a *function* is a kernel,
-called as `function(*tensors, num_rows, num_workers)`.
+to everyone else. A *tensor* is a typed flat view of memory, as kernels take it. Kernel calls are *prepared*
+as a list, once; running the list then takes only numbers of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -15,11 +16,31 @@ import numpy.typing as npt
 
 Memory = Any
 Tensor = Any
-Function = Callable[..., object]
 ElementType = Literal["int32", "float32", "int16"]
 ELEMENT_BYTES: Final[dict[str, int]] = {"int32": 4, "float32": 4, "int16": 2}
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A kernel's place in a list: which of the row counts that `run` gets it takes (`rows`), and which
+    kernel for how many: `variants` are (max_rows, symbol), ascending, the last one without bound (0)."""
+
+    name: str
+    rows: int
+    variants: tuple[tuple[int, str], ...]
+    tensors: tuple[Tensor, ...]
+
+
+class Prepared(Protocol):
+    """A list of kernel calls that is ready to run."""
+
+    def run(self, *rows: int) -> None:
+        """Runs all calls in order."""
+
+    def time_us(self, *rows: int) -> list[float]:
+        """Runs all calls; microseconds that each took."""
 
 
 class Device(Protocol):
@@ -47,8 +68,8 @@ class Device(Protocol):
     def tensor(self, memory: Memory, dtype: str) -> Tensor:
         """A flat view of `memory` as kernel argument; `dtype` is an ElementType."""
 
-    def function(self, symbol: str) -> Function:
-        """The kernel of this name; ArtifactError if there is none."""
+    def prepare(self, calls: Sequence[KernelCall]) -> Prepared:
+        """A list of calls, resolved; ArtifactError if there is no such kernel."""
 
     def free_bytes(self) -> int:
         """Bytes that may still be allocated."""

@@ -13,6 +13,7 @@ import importlib.util
 import mmap
 import os
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from pagec.compiler.artifact import LIBRARY, RUNTIME_LIBRARY
 from pagec.compiler.dims import BYTE_ALIGN, round_up
 from pagec.compiler.errors import ArtifactError, CapacityError
-from pagec.runtime.device import ELEMENT_BYTES, Array, Function, Tensor
+from pagec.runtime.device import ELEMENT_BYTES, Array, KernelCall
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -83,6 +84,8 @@ class CpuDevice:
         self._ffi = import_tvm_ffi()
         self._module = _load(self._ffi, artifact)
         self._path = artifact / LIBRARY
+        self._library = ctypes.CDLL(str(self._path))  # the same library, for the addresses of its functions
+        self._run = _runner(self._library, self._path)
         self._ffi.get_global_func(_CONFIGURE_POOL)(_POOL_ON_BIG_CORES, self.num_workers)
 
     def allocate(self, nbytes: int, *, sparse: bool = False) -> Bytes:
@@ -115,7 +118,7 @@ class CpuDevice:
     def fill_nan(self, memory: Bytes) -> None:
         memory.fill(0xFF)  # all bits set: NaN in float32 and in bf16
 
-    def tensor(self, memory: Bytes, dtype: str) -> Tensor:
+    def tensor(self, memory: Bytes, dtype: str) -> CpuTensor:
         if dtype not in ELEMENT_BYTES:
             raise ValueError(f"kernels take {', '.join(ELEMENT_BYTES)}, not {dtype}")
         if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
@@ -126,16 +129,20 @@ class CpuDevice:
                 f"memory at {memory.ctypes.data:#x}, {memory.nbytes} bytes: kernels need {BYTE_ALIGN}-byte "
                 f"aligned addresses and whole elements of {dtype}"
             )
-        return self._ffi.from_dlpack(memory.view(dtype))
+        return CpuTensor(memory, dtype)
 
-    def function(self, symbol: str) -> Function:
+    def prepare(self, calls: Sequence[KernelCall]) -> CpuCalls:
+        return CpuCalls(calls, self._run, self._address, self.num_workers)
+
+    def _address(self, symbol: str) -> int:
+        """Where a kernel's packed function is."""
         try:
-            function: Function = self._module.get_function(symbol)
+            function = getattr(self._library, f"__tvm_ffi_{symbol}")
         except AttributeError as error:
             raise ArtifactError(
                 f"has no kernel {symbol}", place=str(self._path), remedy="compile the model again"
             ) from error
-        return function
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def free_bytes(self) -> int:
         """What the system says is available, within the control group's limit if there is one."""
@@ -143,6 +150,110 @@ class CpuDevice:
             if line.startswith("MemAvailable:"):
                 return min(int(line.split()[1]) * 1024, _group_free_bytes())
         return _group_free_bytes()
+
+
+class _DLTensor(ctypes.Structure):
+    """DLPack's description of an array, as kernels take it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_DL_CPU: Final = 1
+_DL_CODES: Final = {"int32": 0, "int16": 0, "float32": 2}
+# TVM's TVMFFIAny, and the structures of templates/cpu/step.c.
+_ANY: Final = np.dtype([("type", "<i4"), ("padding", "<u4"), ("value", "<u8")])
+_ANY_DLTENSOR: Final = 7
+_VARIANT: Final = np.dtype([("max_rows", "<i8"), ("run", "<u8")])
+_LAUNCH: Final = np.dtype([("arrays", "<u8"), ("variants", "<u8"), ("num_arrays", "<i4"), ("rows", "<i4")])
+_UNBOUNDED: Final = np.iinfo(np.int64).max
+
+
+class CpuTensor:
+    """A flat view of memory that kernels take; keeps the memory alive."""
+
+    def __init__(self, memory: Bytes, dtype: str) -> None:
+        self.memory = memory
+        self.shape = (memory.nbytes // ELEMENT_BYTES[dtype],)
+        self._sizes = (ctypes.c_int64 * 2)(self.shape[0], 1)
+        self._header = _DLTensor(
+            data=memory.ctypes.data,
+            device_type=_DL_CPU,
+            ndim=1,
+            code=_DL_CODES[dtype],
+            bits=8 * ELEMENT_BYTES[dtype],
+            lanes=1,
+            shape=ctypes.cast(self._sizes, ctypes.POINTER(ctypes.c_int64)),
+            strides=ctypes.cast(ctypes.byref(self._sizes, 8), ctypes.POINTER(ctypes.c_int64)),
+        )
+
+    @property
+    def address(self) -> int:
+        """Where the description lies."""
+        return ctypes.addressof(self._header)
+
+
+class CpuCalls:
+    """Kernel calls laid out as templates/cpu/step.c reads them; a run is one call and one parallel region."""
+
+    def __init__(
+        self,
+        calls: Sequence[KernelCall],
+        run: Callable[..., int],
+        address: Callable[[str], int],
+        num_workers: int,
+    ) -> None:
+        self._run, self._num_workers = run, num_workers
+        self._names = [call.name for call in calls]
+        self._tensors = [call.tensors for call in calls]
+        self._launches = np.zeros(len(calls), _LAUNCH)
+        self._parts: list[Array] = []
+        for launch, call in zip(self._launches, calls, strict=True):
+            arrays = [(_ANY_DLTENSOR, 0, tensor.address) for tensor in call.tensors]
+            variants = [(limit or _UNBOUNDED, address(symbol)) for limit, symbol in call.variants]
+            for name, dtype, rows in (("arrays", _ANY, arrays), ("variants", _VARIANT, variants)):
+                part = np.array(rows, dtype)
+                self._parts.append(part)
+                launch[name] = part.ctypes.data
+            launch["num_arrays"], launch["rows"] = len(arrays), call.rows
+
+    def run(self, *rows: int) -> None:
+        self._start(rows, None)
+
+    def time_us(self, *rows: int) -> list[float]:
+        times = np.zeros(len(self._names) + 1, np.int64)
+        self._start(rows, times.ctypes.data)
+        return [float(us) for us in np.diff(times) / 1e3]
+
+    def _start(self, rows: tuple[int, ...], times: int | None) -> None:
+        counts = (ctypes.c_int32 * len(rows))(*rows)
+        failed = self._run(self._launches.ctypes.data, len(self._launches), counts, self._num_workers, times)
+        if failed:
+            what = f"the kernel of {self._names[failed - 1]}" if failed > 0 else "the thread pool"
+            raise ArtifactError(f"{what} refused to run", place="step", remedy="compile the model again")
+
+
+def _runner(library: ctypes.CDLL, path: Path) -> Callable[..., int]:
+    """step.c's entry point."""
+    try:
+        run = library.pagec_run
+    except AttributeError as error:
+        raise ArtifactError(
+            "cannot be loaded: it has no pagec_run", place=str(path), remedy="compile the model again"
+        ) from error
+    run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
+    run.restype = ctypes.c_int32
+    return run
 
 
 def _load(ffi: ModuleType, artifact: Path) -> Any:

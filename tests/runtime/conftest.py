@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pagec.compiler.artifact import Artifact
+from pagec.compiler.backends.cpu.build import STEP_SOURCE
 from pagec.compiler.dims import Capacity
 from pagec.compiler.program import (
     Buffer,
@@ -29,6 +30,7 @@ from pagec.compiler.program import (
     RopeTable,
     Slot,
 )
+from pagec.runtime.device import KernelCall
 
 VOCAB = 50
 BLOCK_SIZE = 16
@@ -100,6 +102,24 @@ def toy_program(*, T: int = 32, S: int = 4, R: int = 4, max_len: int = 128, num_
     )
 
 
+class FakeCalls:
+    """Runs a list of calls one by one."""
+
+    def __init__(self, device: FakeDevice, calls: Sequence[KernelCall]) -> None:
+        self.device, self.calls = device, calls
+
+    def run(self, *rows: int) -> None:
+        for call in self.calls:
+            count = rows[call.rows]
+            symbol = next(symbol for limit, symbol in call.variants if limit == 0 or count <= limit)
+            self.device.calls.append((symbol, count, self.device.num_workers))
+            getattr(self.device, f"_{symbol}")(*call.tensors, count)
+
+    def time_us(self, *rows: int) -> list[float]:
+        self.run(*rows)
+        return [0.0] * len(self.calls)
+
+
 class FakeDevice:
     """Numpy as a device. `calls` records (symbol, num_rows, num_workers)."""
 
@@ -133,14 +153,8 @@ class FakeDevice:
     def free_bytes(self) -> int:
         return self.free
 
-    def function(self, symbol: str) -> Callable[..., None]:
-        kernel = getattr(self, f"_{symbol}")
-
-        def call(*args: Any) -> None:
-            self.calls.append((symbol, *args[-2:]))
-            kernel(*args[:-1])
-
-        return call
+    def prepare(self, calls: Sequence[KernelCall]) -> FakeCalls:
+        return FakeCalls(self, calls)
 
     def _write(self, tokens: Any, slots: Any, pool: Any, num_rows: int) -> None:
         pool[slots[:num_rows] * WORDS_PER_SLOT] = tokens[:num_rows]
@@ -195,8 +209,11 @@ def build_library() -> Callable[[Path, str], None]:
         info = import_tvm_ffi().libinfo
         (path / "kernels.c").write_text(source)
         flags = [f"-I{p}" for p in (info.find_include_path(), info.find_dlpack_include_path())]
-        files = [str(path / "kernels.c"), "-o", str(path / "kernels.so")]
-        subprocess.run([str(compiler), "-O1", "-shared", "-fPIC", *flags, *files], check=True)
+        files = [str(path / "kernels.c"), str(STEP_SOURCE), "-o", str(path / "kernels.so")]
+        subprocess.run(
+            [str(compiler), "-O1", "-shared", "-fPIC", "-D_POSIX_C_SOURCE=200809L", *flags, *files],
+            check=True,
+        )
         (path / "kernels.c").unlink()
         shutil.copy(runtime, path)
 

@@ -24,6 +24,7 @@ from pagec.compiler.ir import Graph, Type
 from pagec.compiler.packing import buffer_to_rows, pack, rows_to_buffer
 from pagec.compiler.program import Kernel, KvGroup, KvLayout
 from pagec.compiler.rope import cos_sin_of
+from pagec.runtime.device import KernelCall
 from pagec.runtime.device.cpu import CpuDevice
 
 RAW: Mapping[DType, Any] = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32}
@@ -111,7 +112,8 @@ class KernelRun:
             self.device.tensor(memory[arg], dtype)
             for arg, dtype in zip(call.args, limits[0].signature, strict=True)
         ]
-        self.device.function(limits[0].symbol)(*tensors, count, self.threads)
+        one = KernelCall(call.node.outputs[0], 0, ((0, limits[0].symbol),), tuple(tensors))
+        self.device.prepare([one]).run(count)
         for name in call.node.outputs:
             t = self.graph.types[name]
             if isinstance(t, Type):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from pagec import templates
 from pagec.compiler.artifact import LIBRARY, RUNTIME_LIBRARY
 from pagec.compiler.errors import CompileError
 from pagec.compiler.program import Kernel
 from pagec.compiler.target import CpuTarget
 
 Progress = Callable[[str, int, int], None]
+STEP_SOURCE: Final = Path(templates.__file__).parent / "cpu" / "step.c"
 
 
 def load_kernel(path: Path, symbol: str) -> Any:
@@ -51,8 +54,20 @@ def build_library(
             remedy="install gcc or clang (Debian: apt install gcc)",
         )
     module = compile_module(kernels, sources, target, progress)
-    module.export_library(str(output / LIBRARY))
+    module.export_library(str(output / LIBRARY), fcompile=_link)
     shutil.copyfile(tvm_runtime_library(), output / RUNTIME_LIBRARY)
+
+
+def _link(output: str, objects: list[str], **_options: object) -> None:
+    """Kernels' objects and step.c, which runs lists of them, into a library."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None
+    command = [compiler, "-shared", "-fPIC", "-O2", "-std=c11", "-D_POSIX_C_SOURCE=200809L"]
+    result = subprocess.run(
+        [*command, "-o", output, *objects, str(STEP_SOURCE)], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        raise CompileError(f"the C compiler failed: {result.stderr.strip()}", place=compiler)
 
 
 def tvm_runtime_library() -> Path:

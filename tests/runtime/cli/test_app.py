@@ -51,3 +51,17 @@ heavy = {"torch", "tvm", "transformers", "triton", "yaml"} & {name.split(".")[0]
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_serving_install_says_what_compiling_needs() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(["torch", "tvm", "transformers", "gguf", "safetensors", "yaml"]))
+sys.argv = ["pagec", "compile", "smollm2-135m"]
+from pagec.runtime.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pagec[compile]" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 
 from pagec.compiler.errors import ArtifactError, CapacityError
-from pagec.runtime.device.cpu import CpuDevice, aligned_bytes, default_threads
+from pagec.runtime.device import KernelCall
+from pagec.runtime.device.cpu import CpuDevice, CpuTensor, aligned_bytes, default_threads
 
-# kernel add(x: int32[], num_rows, num_workers): x[i] += num_workers for i < num_rows
+# kernel add(x: int32[], num_rows, worker, num_workers): worker 0 adds num_workers to x[i] for i < num_rows;
+# kernel fail refuses
 KERNEL = r"""
 #include <tvm/ffi/c_api.h>
 int __tvm_ffi_add(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
-  DLTensor* x = (DLTensor*)((char*)args[0].v_obj + sizeof(TVMFFIObject));
-  for (int64_t i = 0; i < args[1].v_int64; ++i) ((int32_t*)x->data)[i] += (int32_t)args[2].v_int64;
-  result->type_index = 0;
+  DLTensor* x = (DLTensor*)args[0].v_ptr;
+  if (args[2].v_int64 == 0)
+    for (int64_t i = 0; i < args[1].v_int64; ++i) ((int32_t*)x->data)[i] += (int32_t)args[3].v_int64;
   return 0;
 }
+int __tvm_ffi_fail(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) { return -1; }
 """
 
 
@@ -34,17 +37,37 @@ def library(build_library: Callable[[Path, str], None], tmp_path_factory: pytest
     return path
 
 
+def call(symbol: str, *tensors: CpuTensor, rows: int = 0) -> KernelCall:
+    return KernelCall(symbol, rows, ((0, symbol),), tensors)
+
+
 def test_a_kernel_runs_on_device_memory(library: Path) -> None:
     device = CpuDevice(library, threads=2)
     memory = device.allocate(64)
-    add = device.function("add")
-    add(device.tensor(memory, "int32"), 3, device.num_workers)
-    assert device.download(memory, np.int32)[:5].tolist() == [2, 2, 2, 0, 0]
+    x = device.tensor(memory, "int32")
+    calls = device.prepare([call("add", x, rows=0), call("add", x, rows=1)])
+    calls.run(3, 1)
+    assert device.download(memory, np.int32)[:5].tolist() == [4, 2, 2, 0, 0]
+    times = calls.time_us(3, 1)
+    assert len(times) == 2
+    assert min(times) >= 0
+    assert device.download(memory, np.int32)[:5].tolist() == [8, 4, 4, 0, 0]
 
 
 def test_a_missing_kernel_is_named(library: Path) -> None:
+    device = CpuDevice(library, threads=1)
     with pytest.raises(ArtifactError, match="no kernel subtract"):
-        CpuDevice(library, threads=1).function("subtract")
+        device.prepare([call("subtract", device.tensor(device.allocate(64), "int32"))])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_kernel_that_fails_stops_the_list(library: Path, threads: int) -> None:
+    device = CpuDevice(library, threads=threads)
+    memory = device.allocate(64)
+    x = device.tensor(memory, "int32")
+    with pytest.raises(ArtifactError, match="kernel of fail"):
+        device.prepare([call("add", x), call("fail", x), call("add", x)]).run(1)
+    assert device.download(memory, np.int32)[0] == threads
 
 
 def test_a_library_that_is_none_is_refused(library: Path, tmp_path: Path) -> None:
@@ -106,7 +129,7 @@ def test_a_second_artifact_and_tvm_itself_load_in_the_same_process(library: Path
 from pathlib import Path
 from pagec.runtime.device.cpu import CpuDevice
 for path in {str(library)!r}, {str(tmp_path)!r}:
-    CpuDevice(Path(path)).function("add")
+    CpuDevice(Path(path)).prepare([])
 import tvm
 CpuDevice(Path({str(tmp_path)!r}))
 """

@@ -1,0 +1,120 @@
+"""A program's device memory: weights, tables, step arrays, workspace and KV pool, laid out at load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import numpy as np
+
+from pagec.compiler.artifact import Artifact
+from pagec.compiler.dims import BYTE_ALIGN, ITEM_BYTES, round_up
+from pagec.compiler.program import Buffer, Program, RopeTable
+from pagec.compiler.rope import cos_sin_of
+from pagec.runtime.device import Device, Memory
+from pagec.runtime.ledger import Ledger
+from pagec.runtime.weights import load_weights
+
+
+class Areas:
+    """A program's device memory, by name: weights, tables, step arrays, buffers, the pool's layers."""
+
+    def __init__(self, artifact: Artifact, device: Device, weights: str | None) -> None:
+        self._program = program = artifact.program
+        self._device = device
+        self.weights = load_weights(device, artifact, weights)
+        self.tables = {table.name: _rope_table(device, table) for table in program.tables}
+        self.steps = _carve(device, _step_bytes(program))
+        self.buffers = _workspace(device, program)
+        buffers = {buffer.name: buffer for buffer in program.buffers}
+        self.outputs: Mapping[str, Buffer] = {k: buffers[name] for k, name in program.outputs.items()}
+
+    def add_kv(self, num_blocks: int) -> None:
+        """The pool, [spans][num_blocks][span_bytes]; a layer sees the slice of its index in its group."""
+        kv = self._program.kv
+        # Block 1 of 30 layers lies in 30 places of a pool of gigabytes.
+        self.kv = self._device.allocate(num_blocks * kv.block_bytes, sparse=True)
+        size = num_blocks * kv.span_bytes
+        self.layers = {
+            layer: self.kv[index * size : (index + 1) * size]
+            for group in kv.groups
+            for index, layer in enumerate(group.layers)
+        }
+
+    def find(self, argument: str) -> Memory:
+        """The memory behind a launch's argument, "kind:NAME"."""
+        kind, _, name = argument.partition(":")
+        match kind:
+            case "kv":
+                return self.layers[int(name)]
+            case "buffer":
+                return self.buffers[name]
+            case "weight":
+                return self.weights[name]
+            case "table":
+                return self.tables[name]
+            case "step":
+                return self.steps[name]
+        raise KeyError(argument)
+
+    def ledger(self, num_blocks: int) -> Ledger:
+        program = self._program
+        return Ledger(
+            weights_bytes=sum(w.nbytes for w in program.weights),
+            tables_bytes=sum(8 * t.length * len(t.frequencies) for t in program.tables),
+            workspace_bytes=program.slot_offsets()[1],
+            step_bytes=sum(_step_bytes(program).values()),
+            kv_bytes=num_blocks * program.kv.block_bytes,
+            kv_blocks=num_blocks,
+            kv_tokens=(num_blocks - 1) // max(len(program.kv.groups), 1) * program.kv.block_size,
+        )
+
+
+def _step_bytes(program: Program) -> dict[str, int]:
+    """Bytes of the step's arrays at capacity."""
+    T, S, R = program.capacity.T, program.capacity.S, program.capacity.R
+    sizes = {
+        "tokens": T,
+        "positions": T,
+        "logit_rows": R,
+        "query_start": S + 1,
+        "seq_lens": S,
+        "tiles": 2 * T,
+    }
+    for group in range(len(program.kv.groups)):
+        sizes[f"slot_mapping.{group}"] = T
+        sizes[f"block_tables.{group}"] = S * program.max_blocks
+    return {name: 4 * size for name, size in sizes.items()}
+
+
+def _carve(device: Device, sizes: Mapping[str, int]) -> dict[str, Memory]:
+    """Aligned pieces of one allocation."""
+    memory = device.allocate(sum(round_up(size, BYTE_ALIGN) for size in sizes.values()))
+    return {
+        name: memory[at : at + size] for (name, size), at in zip(sizes.items(), _starts(sizes), strict=True)
+    }
+
+
+def _starts(sizes: Mapping[str, int]) -> Iterator[int]:
+    at = 0
+    for size in sizes.values():
+        yield at
+        at += round_up(size, BYTE_ALIGN)
+
+
+def _workspace(device: Device, program: Program) -> dict[str, Memory]:
+    """Every buffer's memory at capacity; buffers of one slot share it."""
+    offsets, nbytes = program.slot_offsets()
+    memory = device.allocate(nbytes)
+    views = {}
+    for buffer in program.buffers:
+        size = buffer.stride * ITEM_BYTES[buffer.dtype] * program.capacity.rows(buffer.rows)
+        views[buffer.name] = memory[offsets[buffer.slot] :][:size]
+    return views
+
+
+def _rope_table(device: Device, table: RopeTable) -> Memory:
+    cos_sin = np.stack(cos_sin_of(np.array(table.frequencies, np.float32), table.length))
+    memory = device.allocate(prod(cos_sin.shape) * 4)
+    device.upload(memory, cos_sin)
+    return memory
