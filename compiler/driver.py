@@ -24,6 +24,7 @@ from pagec.compiler import artifact as artifacts
 from pagec.compiler.artifact import dump_json, file_entry
 from pagec.compiler.backends.cpu.build import Progress, build_library
 from pagec.compiler.backends.cpu.emit import emit_all
+from pagec.compiler.backends.cpu.probes import probe_kernels
 from pagec.compiler.backends.cpu.tiles import KEY_SPLIT, KEY_TILE
 from pagec.compiler.backends.targets import load_target
 from pagec.compiler.dims import Capacity, DType
@@ -33,7 +34,7 @@ from pagec.compiler.ir import Graph, to_json
 from pagec.compiler.packing import Array, pack
 from pagec.compiler.passes import Numbers, run_passes
 from pagec.compiler.plan import Plan, derive_logit_rows, make_plan
-from pagec.compiler.program import PackedWeight, Program
+from pagec.compiler.program import Kernel, PackedWeight, Program
 from pagec.compiler.random_weights import random_packed
 from pagec.compiler.spec import ModelSpec, build_graph, load_spec, resolved_yaml, with_max_len
 from pagec.compiler.target import CpuTarget
@@ -206,7 +207,8 @@ def _write_artifact(
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     try:
-        _write_kernels(fresh, plan.program, target, progress)
+        kernels = (*plan.program.kernels, *probe_kernels(target, numbers_of(options).dtype))
+        _write_kernels(fresh, kernels, target, progress)
         (fresh / "spec.yaml").write_text(resolved_yaml(source.spec))
         (fresh / "graph.json").write_text(dump_json(to_json(graph)))
         (fresh / "program.json").write_text(dump_json(plan.program.to_json()))
@@ -216,15 +218,15 @@ def _write_artifact(
         (fresh / artifacts.MANIFEST).write_text(
             dump_json(_manifest(fresh, source.spec, plan.program, options, target))
         )
+        if options.output is not None and path.exists():
+            shutil.rmtree(path)
         _put_in_place(fresh, path)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _put_in_place(fresh: Path, path: Path) -> None:
-    """Replaces an older artifact. If another process was faster with the same one, either will do."""
-    if path.exists():
-        shutil.rmtree(path, ignore_errors=True)
+    """If another process was faster with the same one, its artifact is as good."""
     try:
         fresh.rename(path)
     except OSError:
@@ -232,12 +234,12 @@ def _put_in_place(fresh: Path, path: Path) -> None:
             raise
 
 
-def _write_kernels(path: Path, program: Program, target: CpuTarget, progress: Progress) -> None:
+def _write_kernels(path: Path, kernels: tuple[Kernel, ...], target: CpuTarget, progress: Progress) -> None:
     sources = path / "kernels"
     sources.mkdir()
-    for name, text in emit_all(program.kernels, target).items():
+    for name, text in emit_all(kernels, target).items():
         (sources / name).write_text(text)
-    build_library(program.kernels, sources, target, path, progress)
+    build_library(kernels, sources, target, path, progress)
     shutil.rmtree(sources / "__pycache__", ignore_errors=True)
 
 

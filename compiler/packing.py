@@ -5,9 +5,11 @@ uses to read a packed file again. Steps, in the order in which they occur:
 
     groups(axis, count, size, padded)   an axis of count x size elements, each group padded with zeros
     pad(axis, length)                   zeros at the end of an axis
+    interleave(axis, parts, chunk)      an axis of equal parts, a chunk of each in turn
     round()                             to bf16, nearest even; kept as uint16 bit patterns
     tile(nt, unit)                      [N, K] -> [N/nt, K/unit, nt, unit]: a register tile's weights
                                         lie together, in the order in which the tile reads them
+                                        (of [E, N, K], a stack of experts, each matrix by itself)
 """
 
 from __future__ import annotations
@@ -71,25 +73,39 @@ def _pad_inverse(x: Array, args: tuple[int, ...], before: tuple[int, ...]) -> Ar
     return x[(slice(None),) * args[0] + (slice(0, before[args[0]]),)]
 
 
+def _interleave(x: Array, args: tuple[int, ...]) -> Array:
+    axis, parts, chunk = args
+    split = (*x.shape[:axis], parts, x.shape[axis] // parts // chunk, chunk, *x.shape[axis + 1 :])
+    return x.reshape(split).swapaxes(axis, axis + 1).reshape(x.shape)
+
+
+def _interleave_inverse(x: Array, args: tuple[int, ...], before: tuple[int, ...]) -> Array:
+    axis, parts, chunk = args
+    split = (*before[:axis], before[axis] // parts // chunk, parts, chunk, *before[axis + 1 :])
+    return x.reshape(split).swapaxes(axis, axis + 1).reshape(before)
+
+
 def _tile(x: Array, args: tuple[int, ...]) -> Array:
     nt, unit = args
-    n, k = x.shape
-    return np.ascontiguousarray(x.reshape(n // nt, nt, k // unit, unit).transpose(0, 2, 1, 3))
+    *stack, n, k = x.shape
+    return np.ascontiguousarray(x.reshape(*stack, n // nt, nt, k // unit, unit).swapaxes(-3, -2))
 
 
 def _tile_inverse(x: Array, args: tuple[int, ...], before: tuple[int, ...]) -> Array:  # noqa: ARG001
-    return x.transpose(0, 2, 1, 3).reshape(before)
+    return x.swapaxes(-3, -2).reshape(before)
 
 
 _FORWARD: Mapping[str, Callable[[Array, tuple[int, ...]], Array]] = {
     "groups": _groups,
     "pad": _pad,
+    "interleave": _interleave,
     "round": lambda x, args: to_bf16(x),  # noqa: ARG005
     "tile": _tile,
 }
 _INVERSE: Mapping[str, Callable[[Array, tuple[int, ...], tuple[int, ...]], Array]] = {
     "groups": _groups_inverse,
     "pad": _pad_inverse,
+    "interleave": _interleave_inverse,
     "round": lambda x, args, before: from_bf16(x),  # noqa: ARG005
     "tile": _tile_inverse,
 }
@@ -105,7 +121,7 @@ def shape_after(shape: tuple[int, ...], step: Step) -> tuple[int, ...]:
         case "pad":
             out[args[0]] = args[1]
         case "tile":
-            return (shape[0] // args[0], shape[1] // args[1], args[0], args[1])
+            return (*shape[:-2], shape[-2] // args[0], shape[-1] // args[1], args[0], args[1])
     return tuple(out)
 
 
@@ -138,16 +154,16 @@ def unpack(weight: PackedWeight, packed: Array) -> dict[str, F32]:
 def rows_to_buffer(x: F32, dtype: DType) -> Array:
     """Rows [n, *inner] as they lie in a workspace buffer: [n, row_stride(inner)], padding zero."""
     n, inner = len(x), x.shape[1:]
-    if dtype == "i32" or not inner:
+    if not inner:
         return np.ascontiguousarray(x, dtype=STORAGE[dtype])
     wide = _groups(x.reshape(n, -1), (1, prod(inner[:-1]), inner[-1], padded_last(inner)))
     wide = _pad(wide, (1, row_stride(inner)))
-    return to_bf16(wide) if dtype == "bf16" else np.ascontiguousarray(wide, dtype=np.float32)
+    return to_bf16(wide) if dtype == "bf16" else np.ascontiguousarray(wide, dtype=STORAGE[dtype])
 
 
 def buffer_to_rows(raw: Array, inner: tuple[int, ...], dtype: DType) -> Array:
     """The inverse of rows_to_buffer, without the padding."""
-    if dtype == "i32" or not inner:
+    if not inner:
         return raw
     x = from_bf16(raw) if dtype == "bf16" else raw
     x = x[:, : prod(inner[:-1]) * padded_last(inner)].reshape(len(raw), *inner[:-1], padded_last(inner))

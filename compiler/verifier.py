@@ -9,7 +9,7 @@ from pagec.compiler.ir import Graph, Node, Type, ValueType
 from pagec.compiler.reference import MERGE_MARK
 
 # Ops that only choose what to read.
-VIEWS = frozenset({"slice", "take_rows"})
+VIEWS = frozenset({"slice", "take_rows", "heads_of"})
 
 
 class VerifierError(AssertionError):

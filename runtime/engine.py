@@ -18,6 +18,8 @@ from pagec.runtime.generation import GenerationDefaults
 from pagec.runtime.runner import Runner, StepOutput
 from pagec.runtime.scheduler import Entry, Limits, Scheduler
 from pagec.runtime.sequence import FinishReason, Request
+from pagec.runtime.trace import NO_TRACE, Trace
+from pagec.runtime.weights import WeightsMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class RequestOutput:
 class Engine:
     """Greedy generation from an artifact.
 
-    `threads`: all cores if not given; `weights` as in load_weights; `num_blocks` or `kv_bytes` size the
-    KV pool; `prefill_chunk` limits a prompt's tokens in one step; `eos_token_ids`: the artifact's own if
-    not given.
+    `threads`: all cores if not given; `weights` and `weights_memory` as in load_weights; `num_blocks` or
+    `kv_bytes` size the KV pool; `prefill_chunk` limits a prompt's tokens in one step; `eos_token_ids`: the
+    artifact's own if not given.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Engine:
         *,
         threads: int | None = None,
         weights: str | None = None,
+        weights_memory: WeightsMemory = "copy",
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
         prefill_chunk: int | None = None,
@@ -51,8 +54,15 @@ class Engine:
     ) -> None:
         artifact = Artifact.open(artifact) if isinstance(artifact, Path) else artifact
         self.program = program = artifact.program
-        device = device or CpuDevice(artifact.path, threads)
-        self.runner = Runner(artifact, device, weights=weights, num_blocks=num_blocks, kv_bytes=kv_bytes)
+        self.device = device or CpuDevice(artifact.path, threads)
+        self.runner = Runner(
+            artifact,
+            self.device,
+            weights=weights,
+            weights_memory=weights_memory,
+            num_blocks=num_blocks,
+            kv_bytes=kv_bytes,
+        )
         self.ledger = self.runner.ledger
         limits = Limits(program.capacity.T, program.capacity.S, program.max_len, prefill_chunk)
         self.scheduler = Scheduler(BlockManager(self.runner.num_blocks, program.kv.block_size), limits)
@@ -60,6 +70,15 @@ class Engine:
             eos_token_ids = GenerationDefaults.read(artifact.path).eos_token_ids
         self.eos_token_ids = frozenset(eos_token_ids)
         self._ids = itertools.count()
+
+    @property
+    def trace(self) -> Trace:
+        """Where steps are recorded."""
+        return self.runner.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self.runner.trace = trace or NO_TRACE
 
     @property
     def has_work(self) -> bool:
@@ -108,11 +127,17 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Schedules and runs one step; the outputs of the requests that it brought forward."""
-        entries = self.scheduler.schedule()
+        trace = self.trace
+        with trace.span("schedule"):
+            entries = self.scheduler.schedule()
         if not entries:
             return []
-        self.runner.submit(build_batch(entries, self.program))
-        return self._commit(entries, self.runner.collect())
+        with trace.span("prepare"):
+            batch = build_batch(entries, self.program)
+        self.runner.submit(batch)
+        output = self.runner.collect()
+        with trace.span("commit"):
+            return self._commit(entries, output)
 
     def stream(self) -> Iterator[RequestOutput]:
         """Steps until no request is left."""

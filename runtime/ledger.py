@@ -25,14 +25,54 @@ class Ledger:
     kv_bytes: int
     kv_blocks: int
     kv_tokens: int
+    weights_memory: str
 
     @property
     def total_bytes(self) -> int:
         areas = self.weights_bytes, self.tables_bytes, self.workspace_bytes, self.step_bytes, self.kv_bytes
         return sum(areas)
 
-    def to_json(self) -> dict[str, int]:
+    @property
+    def fixed_bytes(self) -> int:
+        """What must be allocated whatever the pool's size. Mapped weights are the page cache's."""
+        weights = 0 if self.weights_memory == "mmap" else self.weights_bytes
+        return weights + self.tables_bytes + self.workspace_bytes + self.step_bytes
+
+    def to_json(self) -> dict[str, int | str]:
         return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def lines(self) -> list[str]:
+        """For people: one line per area."""
+        how = {"copy": "copied into huge pages", "mmap": "mapped from the file"}
+        areas = [
+            ("weights", self.weights_bytes, how.get(self.weights_memory, "")),
+            ("tables", self.tables_bytes, ""),
+            ("workspace", self.workspace_bytes, ""),
+            ("step arrays", self.step_bytes, ""),
+            ("KV pool", self.kv_bytes, f"{self.kv_blocks} blocks, {self.kv_tokens} tokens"),
+            ("total", self.total_bytes, ""),
+        ]
+        return [f"{name:11} {size / 1e6:>10,.1f} MB  {note}".rstrip() for name, size, note in areas]
+
+
+def check_fits(ledger: Ledger, free_bytes: int) -> None:
+    """Refuses a program whose fixed areas are larger than what is free: better now than the system later."""
+    if ledger.fixed_bytes <= free_bytes:
+        return
+    mapped = ledger.weights_memory == "mmap"
+    areas = {
+        "weights": 0 if mapped else ledger.weights_bytes,
+        "tables": ledger.tables_bytes,
+        "workspace": ledger.workspace_bytes,
+        "step arrays": ledger.step_bytes,
+    }
+    parts = " + ".join(f"{size} bytes of {name}" for name, size in areas.items() if size)
+    raise CapacityError(
+        f"{parts} = {ledger.fixed_bytes} bytes; {free_bytes} are free",
+        place="memory",
+        remedy="compile with a smaller --max-step-tokens"
+        + ("" if mapped else ", or use --weights-memory mmap"),
+    )
 
 
 def kv_blocks(program: Program, *, num_blocks: int | None, kv_bytes: int | None, free_bytes: int) -> int:

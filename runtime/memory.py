@@ -12,17 +12,25 @@ from pagec.compiler.dims import BYTE_ALIGN, ITEM_BYTES, round_up
 from pagec.compiler.program import Buffer, Program, RopeTable
 from pagec.compiler.rope import cos_sin_of
 from pagec.runtime.device import Device, Memory
-from pagec.runtime.ledger import Ledger
-from pagec.runtime.weights import load_weights
+from pagec.runtime.ledger import Ledger, check_fits
+from pagec.runtime.weights import WeightsMemory, load_weights
 
 
 class Areas:
     """A program's device memory, by name: weights, tables, step arrays, buffers, the pool's layers."""
 
-    def __init__(self, artifact: Artifact, device: Device, weights: str | None) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        device: Device,
+        weights: str | None,
+        weights_memory: WeightsMemory = "copy",
+    ) -> None:
         self._program = program = artifact.program
         self._device = device
-        self.weights = load_weights(device, artifact, weights)
+        self._weights_memory = weights_memory
+        check_fits(self.ledger(0), device.free_bytes())
+        self.weights = load_weights(device, artifact, weights, weights_memory)
         self.tables = {table.name: _rope_table(device, table) for table in program.tables}
         self.steps = _carve(device, _step_bytes(program))
         self.buffers = _workspace(device, program)
@@ -58,6 +66,7 @@ class Areas:
         raise KeyError(argument)
 
     def ledger(self, num_blocks: int) -> Ledger:
+        """What all areas take, with a pool of so many blocks."""
         program = self._program
         return Ledger(
             weights_bytes=sum(w.nbytes for w in program.weights),
@@ -66,7 +75,8 @@ class Areas:
             step_bytes=sum(_step_bytes(program).values()),
             kv_bytes=num_blocks * program.kv.block_bytes,
             kv_blocks=num_blocks,
-            kv_tokens=(num_blocks - 1) // max(len(program.kv.groups), 1) * program.kv.block_size,
+            kv_tokens=max(num_blocks - 1, 0) // max(len(program.kv.groups), 1) * program.kv.block_size,
+            weights_memory=self._weights_memory,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,9 +15,11 @@ from pagec.compiler.errors import ArtifactError, CapacityError
 from pagec.compiler.packing import buffer_to_rows
 from pagec.compiler.program import Launch, RowCount
 from pagec.runtime.batch import I32, Batch
-from pagec.runtime.device import Device, KernelCall
+from pagec.runtime.device import Device, KernelCall, Prepared
 from pagec.runtime.ledger import kv_blocks
 from pagec.runtime.memory import Areas
+from pagec.runtime.trace import NO_TRACE, Trace
+from pagec.runtime.weights import WeightsMemory
 
 F32 = npt.NDArray[np.float32]
 
@@ -35,7 +37,8 @@ _COUNTS: Final[Mapping[RowCount, int]] = {"T": 0, "tiles": 1, "R": 2}
 
 
 class Runner:
-    """A loaded program. `num_blocks` or `kv_bytes` size the KV pool; `weights` as in load_weights."""
+    """A loaded program. `num_blocks` or `kv_bytes` size the KV pool; `weights` and `weights_memory` as in
+    load_weights. What runs is told to `trace`."""
 
     def __init__(
         self,
@@ -43,22 +46,24 @@ class Runner:
         device: Device,
         *,
         weights: str | None = None,
+        weights_memory: WeightsMemory = "copy",
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
     ) -> None:
         program = artifact.program
         self.program = program
         self._device = device
-        self.memory = Areas(artifact, device, weights)
+        self.memory = Areas(artifact, device, weights, weights_memory)
         self.num_blocks = kv_blocks(
             program, num_blocks=num_blocks, kv_bytes=kv_bytes, free_bytes=device.free_bytes()
         )
         self.memory.add_kv(self.num_blocks)
         self.ledger = self.memory.ledger(self.num_blocks)
         calls = {launch.name: self._call(launch) for launch in (*program.body, *program.head)}
-        self.body = device.prepare([calls[launch.name] for launch in program.body])
-        self.head = device.prepare([calls[launch.name] for launch in program.head])
         self._calls = calls
+        self.body = self.prepare(launch.name for launch in program.body)
+        self.head = self.prepare(launch.name for launch in program.head)
+        self.trace: Trace = NO_TRACE
         self._done: StepOutput | None = None
 
     def run(self, batch: Batch) -> StepOutput:
@@ -70,8 +75,11 @@ class Runner:
         """Starts a step (on a CPU: runs it); `collect` gives its output."""
         assert self._done is None, "a step is in flight"
         self._check(batch)
-        self.upload(batch)
-        self.body.run(batch.num_tokens, len(batch.tiles), 0)
+        self.trace.batch(batch)
+        with self.trace.span("upload"):
+            self.upload(batch)
+        with self.trace.span("body"):
+            self._launch(self.body, self.program.body, (batch.num_tokens, len(batch.tiles), 0))
         self._done = self._run_head(batch)
 
     def collect(self) -> StepOutput:
@@ -84,17 +92,30 @@ class Runner:
         """Poisons the whole pool (tests: no result may depend on stale keys and values)."""
         self._device.fill_nan(self.memory.kv)
 
+    def prepare(self, names: Iterable[str]) -> Prepared:
+        """Some of the program's launches as a list of their own; `run` takes tokens, tiles, logit rows."""
+        return self._device.prepare([self._calls[name] for name in names])
+
     def launch(self, name: str, num_rows: int) -> None:
         """Runs one launch alone, on whatever its arguments hold (for verify and the tuner)."""
-        self._device.prepare([self._calls[name]]).run(num_rows, num_rows, num_rows)
+        self.prepare([name]).run(num_rows, num_rows, num_rows)
+
+    def _launch(self, calls: Prepared, launches: Sequence[Launch], rows: tuple[int, int, int]) -> None:
+        if self.trace.kernels:
+            times = calls.time_us(*rows)
+            self.trace.launches(launches, [rows[_COUNTS[launch.rows]] for launch in launches], times)
+        else:
+            calls.run(*rows)
 
     def _run_head(self, batch: Batch) -> StepOutput:
         """The head over the logit rows, R at a time."""
         tokens, logits = [], []
         for start in range(0, len(batch.logit_rows), self.program.capacity.R):
             rows = batch.logit_rows[start : start + self.program.capacity.R]
-            self.upload_logit_rows(rows)
-            self.head.run(0, 0, len(rows))
+            self.trace.head(len(rows))
+            with self.trace.span("head"):
+                self.upload_logit_rows(rows)
+                self._launch(self.head, self.program.head, (0, 0, len(rows)))
             tokens.append(self._read("argmax", len(rows)))
             if batch.want_logits:
                 logits.append(self._read("logits", len(rows)))

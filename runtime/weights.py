@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -20,8 +20,13 @@ from pagec.runtime.device import Device, Memory
 
 RANDOM: Final = "random:"
 
+# copy: several threads read the file into huge pages. mmap: the file's pages as they are.
+WeightsMemory = Literal["copy", "mmap"]
 
-def load_weights(device: Device, artifact: Artifact, source: str | None) -> Mapping[str, Memory]:
+
+def load_weights(
+    device: Device, artifact: Artifact, source: str | None, kind: WeightsMemory = "copy"
+) -> Mapping[str, Memory]:
     """Each packed tensor's memory, by name. `source` None: the artifact's own weights."""
     weights = artifact.program.weights
     if source is None and not artifact.has_weights:
@@ -31,11 +36,17 @@ def load_weights(device: Device, artifact: Artifact, source: str | None) -> Mapp
             remedy="give --weights PATH or --weights random:SEED, or compile with weights",
         )
     if source is not None and source.startswith(RANDOM):
+        if kind == "mmap":
+            raise CheckpointError(
+                f"{source} is no file to map", place="weights", remedy="use --weights-memory copy"
+            )
         return _random(device, weights, source.removeprefix(RANDOM))
-    return _from_file(device, weights, Path(source) if source else artifact.path / WEIGHTS)
+    return _from_file(device, weights, Path(source) if source else artifact.path / WEIGHTS, kind)
 
 
-def _from_file(device: Device, weights: tuple[PackedWeight, ...], path: Path) -> dict[str, Memory]:
+def _from_file(
+    device: Device, weights: tuple[PackedWeight, ...], path: Path, kind: WeightsMemory
+) -> dict[str, Memory]:
     head, offsets = weights_header(weights)
     nbytes = sum(w.nbytes for w in weights)
     if not path.is_file():
@@ -48,7 +59,8 @@ def _from_file(device: Device, weights: tuple[PackedWeight, ...], path: Path) ->
             place=str(path),
             remedy="use the weights.safetensors of the same program, or compile again with these weights",
         )
-    memory = device.read_file(path, len(head), nbytes)
+    bring = device.map_file if kind == "mmap" else device.read_file
+    memory = bring(path, len(head), nbytes)
     return {w.name: memory[offsets[w.name] - len(head) :][: w.nbytes] for w in weights}
 
 

@@ -120,3 +120,51 @@ def test_bf16(case: tuple[Path, Any, Any], tmp_path: Path) -> None:
     own, allowed = oracle.mean_kl(expected, mine), oracle.mean_kl(expected, rounded)
     assert allowed > 1e-6
     assert own <= 1.5 * allowed
+
+
+# ----------------------------------------------------------------------------------- experts
+
+EXPERTS: dict[str, Case] = {
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 90}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "head_dim": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe, sums as they are": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 72},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name: str, tmp_path: Path) -> None:
+    """Positions whose chosen experts differ from float32's are counted, and left out of the divergence."""
+    kind, changes = EXPERTS[name]
+    directory = oracle.save_random(tmp_path / "model", kind, **changes)
+    model = oracle.load(directory, torch.float32)
+    inputs = oracle.prompts(model.config.vocab_size)
+    expected, choices = oracle.theirs_with_choices(model, inputs)
+
+    exact, exact_choices = oracle.ours_with_choices(
+        oracle.compiled(directory, tmp_path / "f32", "f32"), inputs
+    )
+    same = oracle.same_choices(choices, exact_choices)
+    assert expected.std() > 0.5
+    assert int((~same).sum()) <= 2  # only ties
+    assert float((exact - expected)[same].abs().max()) < 1e-3
+
+    mine, my_choices = oracle.ours_with_choices(oracle.compiled(directory, tmp_path / "bf16", "bf16"), inputs)
+    rounded, their_choices = oracle.theirs_with_choices(oracle.load(directory, torch.bfloat16), inputs)
+    my_same, their_same = (oracle.same_choices(choices, other) for other in (my_choices, their_choices))
+    assert int((~my_same).sum()) <= 1.5 * int((~their_same).sum())
+    both = my_same & their_same
+    assert int(both.sum()) > 100
+    own, allowed = (oracle.mean_kl(expected[both], other[both]) for other in (mine, rounded))
+    assert own <= 1.5 * allowed

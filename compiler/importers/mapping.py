@@ -20,7 +20,7 @@ architecture's name. Beside keys there are facts that the tensors tell:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -188,25 +188,33 @@ def _source(source: Any, mapping: ImportMap, facts: Facts) -> Any:
 
 
 def _check_expected(mapping: ImportMap, facts: Facts) -> None:
+    for message in _unexpected(mapping, facts):
+        raise CheckpointError(message, place=facts.place, remedy="write a family for this architecture")
+
+
+def _unexpected(mapping: ImportMap, facts: Facts) -> Iterator[str]:
+    """What the checkpoint says that would change the family's arithmetic."""
     for key, allowed in mapping.expects.items():
         value = facts.value(key)
         values = [facts.value(a) if isinstance(a, str) and a.startswith("{arch}") else a for a in allowed]
         if value is not None and value not in values:
-            raise CheckpointError(
-                f"{key} is {value!r}, family {mapping.family!r} is for {', '.join(map(repr, values))}",
-                place=facts.place,
-                remedy="write a family for this architecture",
-            )
+            yield f"{key} is {value!r}, family {mapping.family!r} is for {', '.join(map(repr, values))}"
 
 
 # ------------------------------------------------------------------------------------- choosing
 
 
 def choose(maps: list[ImportMap], kind: str | None, facts: Facts, what: str) -> ImportMap:
-    """The family whose section names this kind of checkpoint; CheckpointError says which is the nearest."""
-    for mapping in maps:
-        if kind in mapping.kinds:
+    """The family whose section names this kind of checkpoint; CheckpointError says which is the nearest.
+
+    Of several that name it, the first whose expectations hold.
+    """
+    fitting = [mapping for mapping in maps if kind in mapping.kinds]
+    for mapping in fitting:
+        if not any(_unexpected(mapping, facts)):
             return mapping
+    if fitting:
+        return fitting[0]  # the params are refused with what was expected
     known = sorted(k for mapping in maps for k in mapping.kinds)
     raise CheckpointError(
         f"{what} is {kind!r}, which no family knows; known: {', '.join(known)}",

@@ -13,7 +13,9 @@ from pagec.compiler.dims import DType
 from pagec.compiler.ir import Graph
 from pagec.compiler.passes.argmax import add_argmax
 from pagec.compiler.passes.attention import lower_attention
+from pagec.compiler.passes.experts import group_experts
 from pagec.compiler.passes.fuse_attention import fuse_attention
+from pagec.compiler.passes.fuse_epilogue import fuse_epilogue
 from pagec.compiler.passes.fuse_kv_write import fuse_kv_write
 from pagec.compiler.passes.fuse_rowwise import fuse_rowwise
 from pagec.compiler.passes.heads import split_heads
@@ -39,9 +41,11 @@ PIPELINE: Final[tuple[tuple[str, Pass], ...]] = (
     ("take_logit_rows", lambda graph, _: take_logit_rows(graph)),
     ("add_argmax", lambda graph, _: add_argmax(graph)),
     ("lower_attention", lambda graph, _: lower_attention(graph)),
+    ("group_experts", lambda graph, _: group_experts(graph)),
     ("round_inputs", lambda graph, n: round_inputs(graph, n.dtype, n.kv_dtype)),
     ("fuse_kv_write", lambda graph, _: fuse_kv_write(graph)),
     ("fuse_attention", lambda graph, _: fuse_attention(graph)),
+    ("fuse_epilogue", lambda graph, _: fuse_epilogue(graph)),
     ("fuse_rowwise", lambda graph, _: fuse_rowwise(graph)),
 )
 

@@ -18,7 +18,6 @@ def fuse_rowwise(graph: Graph) -> Graph:
     """
     producers, users = graph.producers(), graph.users()
     nodes: list[Node] = []
-    views: list[Node] = []
     region: list[Node] = []
 
     def close() -> None:
@@ -28,10 +27,9 @@ def fuse_rowwise(graph: Graph) -> Graph:
 
     for node in graph.nodes:
         if node.op in VIEWS:
-            views.append(node)
-            if _is_copied(users[node.outputs[0]]):
+            if node.outputs[0] in graph.outputs or any(map(_needs_copy, users[node.outputs[0]])):
                 close()
-                nodes.append(fused("fused.rowwise", [node], users, graph.outputs))
+                nodes.append(fused("fused.rowwise", absorb_views([node], producers), users, graph.outputs))
             continue
         if not (node.op in ops.OPS and ops.OPS[node.op].rowwise):
             close()
@@ -56,6 +54,7 @@ def _shape(node: Node, graph: Graph) -> tuple[object, ...]:
     return t.rows, t.inner
 
 
-def _is_copied(readers: list[Node]) -> bool:
-    """A view read by a kernel that cannot take it in place (a linear, say) is copied."""
-    return any(not (r.op in ops.OPS and ops.OPS[r.op].rowwise) for r in readers if not r.body)
+def _needs_copy(reader: Node) -> bool:
+    """Whether a view must be copied for a reader that cannot take it in place (a linear, say)."""
+    in_place = reader.op in VIEWS or reader.op == "fused.kv_write"
+    return not in_place and not (reader.op in ops.OPS and ops.OPS[reader.op].rowwise)

@@ -11,13 +11,18 @@ __all__ = ["VIEWS", "absorb_views", "drop_unused_views", "fused", "reads_any"]
 
 
 def absorb_views(body: Sequence[Node], producers: Mapping[str, Node]) -> list[Node]:
-    """The body with the views that it reads in front."""
+    """The body with the views that it reads, and those that they read, in front."""
     views: dict[str, Node] = {}
-    for node in body:
+
+    def absorb(node: Node) -> None:
         for name in node.values():
             view = producers.get(name)
-            if view is not None and view.op in VIEWS and view not in body:
+            if view is not None and view.op in VIEWS and view not in body and name not in views:
+                absorb(view)
                 views[name] = view
+
+    for node in body:
+        absorb(node)
     return [*views.values(), *body]
 
 
@@ -27,9 +32,12 @@ def fused(
     users: Mapping[str, list[Node]],
     outputs: Collection[str],
 ) -> Node:
-    """One node for these: its inputs come from outside, its outputs are read outside (views never are)."""
+    """One node for these: its inputs come from outside, its outputs are read outside.
+
+    Views are no outputs, but for a view that is the last node: that one is copied.
+    """
     made = [name for node in body for name in node.outputs]
-    views = {name for node in body if node.op in VIEWS and len(body) > 1 for name in node.outputs}
+    views = {name for node in body[:-1] if node.op in VIEWS for name in node.outputs}
     inputs = dict.fromkeys(n for node in body for n in node.inputs if n[0] == "$" or n[1:] not in made)
     members = {id(node) for node in body}
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from pagec.compiler.dims import DType
 from pagec.compiler.ir import Graph, Node, Type, ValueType
+
+# Ops whose second operand is a matrix, or a table of rows.
+MATRIX_OPS: Final = ("embed", "linear", "grouped_linear")
 
 
 def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
     """Rows that a linear reads are rounded to `dtype`, q, k and v to `kv_dtype`, each once.
 
-    Everything else (residual stream, norms, activations, softmax sums) stays float32. Weights of two
-    axes (matrices and tables) are stored in `dtype`.
+    Everything else (residual stream, norms, activations, softmax sums) stays float32. Weights of linears
+    and embedding tables are stored in `dtype`.
 
     before:  %y = linear(%h, $w)              after:  %h.bf16 = cast(%h, dtype='bf16')
                                                       %y = linear(%h.bf16, $w)
     """
     types: dict[str, ValueType] = dict(graph.types)
-    weights = {n: replace(t, dtype=dtype) if len(t.inner) == 2 else t for n, t in graph.weights.items()}
+    stored = {node.inputs[1][1:] for node in graph.nodes if node.op in MATRIX_OPS}
+    weights = {n: replace(t, dtype=dtype) if n in stored else t for n, t in graph.weights.items()}
     nodes: list[Node] = []
     rounded: set[str] = set()
 
@@ -37,7 +42,7 @@ def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
     for node in graph.nodes:
         inputs = list(node.inputs)
         match node.op:
-            case "linear":
+            case "linear" | "grouped_linear":
                 inputs[0] = cast(inputs[0], dtype)
             case "kv_write":
                 inputs[1:3] = [cast(inputs[1], kv_dtype), cast(inputs[2], kv_dtype)]

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from pagec.compiler.errors import PagecError
-from pagec.runtime.cli import compile, generate, import_model, show, verify
+from pagec.runtime.cli import bench, compile, generate, import_model, profile, show, verify
 from pagec.runtime.cli.console import print_error
 
 COMPILE_EXTRA: Final = ("torch", "transformers", "tvm", "gguf", "safetensors", "yaml")
@@ -25,6 +25,8 @@ app.command("import")(import_model.command)
 app.command("show")(show.command)
 app.command("generate")(generate.command)
 app.command("verify")(verify.command)
+app.add_typer(bench.app, name="bench")
+app.command("profile")(profile.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -18,6 +18,9 @@ from pagec.compiler.errors import PagecError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pagec.runtime.bench.limits import Limits
+    from pagec.runtime.ledger import Ledger
+
 Progress = Callable[[str, int, int], None]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -36,9 +39,32 @@ def print_error(error: PagecError) -> None:
     stderr().print(f"[bold red]error:[/] [red]{escape(str(error))}[/]", soft_wrap=True)
 
 
+def print_ledger(ledger: Ledger) -> None:
+    """Where the memory goes, on stderr."""
+    stderr().print("\n".join(f"[dim]{line}[/]" for line in ledger.lines()))
+
+
 def print_json(data: Any, *, indent: int | None = None) -> None:
     json.dump(data, sys.stdout, indent=indent, ensure_ascii=False)
     sys.stdout.write("\n")
+
+
+def print_limits(limits: Limits) -> None:
+    """The machine's limits, on stderr."""
+    figures = limits.figures
+    stderr().print(
+        f"[dim]read bandwidth {figures['read_bandwidth_gb_per_s']:.1f} GB/s, "
+        f"peak {figures['peak_gflops']:,.0f} GFLOP/s[/]"
+    )
+
+
+def print_table(table: Any) -> None:
+    """A table on stdout, wide enough for kernels' keys also in a pipe."""
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, 130)
+    console.print(table)
 
 
 @contextmanager

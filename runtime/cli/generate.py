@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from pagec.runtime.cli.console import JsonFlag, print_error, print_json, stderr
+from pagec.runtime.cli.console import JsonFlag, print_error, print_json, print_ledger, stderr
+from pagec.runtime.cli.models import (
+    ModelOrArtifact,
+    Threads,
+    Verbose,
+    Weights,
+    WeightsMemory,
+    WeightsMemoryOption,
+    find_artifact,
+)
 
 if TYPE_CHECKING:
     from pagec.runtime.detokenizer import Detokenizer
@@ -26,12 +33,7 @@ DEFAULT_MAX_TOKENS: Final = 256
 
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_ARTIFACT", help="An artifact, or what compile takes.", show_default=False
-        ),
-    ],
+    model: ModelOrArtifact,
     prompt: Annotated[list[str], typer.Option(help="Text to go on from; several make one batch.")],
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     system: Annotated[
@@ -43,13 +45,10 @@ def command(
             min=1, help="Most tokens of an answer.", show_default=f"{DEFAULT_MAX_TOKENS}, or what fits"
         ),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads.", show_default="PAGEC_THREADS, or all cores")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(help="PATH of weights, or random:SEED.", show_default="the model's own"),
-    ] = None,
+    threads: Threads = None,
+    weights: Weights = None,
+    weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
+    verbose: Verbose = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Generate greedy text. One prompt is streamed; of several, each answer is printed when complete.
@@ -61,20 +60,19 @@ def command(
     """
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
-    from pagec.compiler.artifact import Artifact
-
-    path = Path(model)
-    if not Artifact.is_artifact(path):
-        path, weights = _compile(model, weights), None
+    path, weights = find_artifact(model, weights)
     began = time.perf_counter()
-    engine, tokenizer = _load(path, threads, weights)
+    engine, tokenizer = _load(path, threads, weights, weights_memory)
     load_s = time.perf_counter() - began
+    if verbose:
+        print_ledger(engine.ledger)
     answers = [
         _ask(engine, tokenizer, text, _encode(tokenizer, text, chat, system), max_tokens) for text in prompt
     ]
     if as_json:
         _run(engine, answers, _print_nothing)
-        print_json([answer.to_json(load_s) for answer in answers])
+        ledger = engine.ledger.to_json()
+        print_json([{**answer.to_json(load_s), "memory": ledger} for answer in answers])
     elif len(answers) == 1:
         _run(engine, answers, _print_piece)
         typer.echo()
@@ -115,18 +113,9 @@ class Answer:
         }
 
 
-def _compile(model: str, weights: str | None) -> Path:
-    """Compiles in a child process: this one shall never hold the compiler and torch."""
-    words = [sys.executable, "-m", "pagec.runtime.cli", "compile", model, "--json"]
-    if weights is not None:
-        words += ["--weights", weights]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise typer.Exit(done.returncode)  # the child has said why
-    return Path(json.loads(done.stdout)["path"])
-
-
-def _load(path: Path, threads: int | None, weights: str | None) -> tuple[Engine, Tokenizer]:
+def _load(
+    path: Path, threads: int | None, weights: str | None, weights_memory: WeightsMemory
+) -> tuple[Engine, Tokenizer]:
     """The tokenizer is read while the weights are."""
     from pagec.compiler.artifact import Artifact
     from pagec.runtime.engine import Engine
@@ -135,7 +124,7 @@ def _load(path: Path, threads: int | None, weights: str | None) -> tuple[Engine,
     artifact = Artifact.open(path)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.open, path)
-        engine = Engine(artifact, threads=threads, weights=weights)
+        engine = Engine(artifact, threads=threads, weights=weights, weights_memory=weights_memory.kind)
         return engine, tokenizer.result()
 
 

@@ -54,7 +54,10 @@ class Device(Protocol):
         """Zeroed memory, aligned as kernels need it. `sparse`: much of it may never be touched."""
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Memory:
-        """Memory that holds a range of a file."""
+        """Memory that holds a copy of a range of a file."""
+
+    def map_file(self, path: Path, offset: int, nbytes: int) -> Memory:
+        """A range of a file as memory, read when it is touched; the file itself is never written."""
 
     def upload(self, memory: Memory, array: Array) -> None:
         """Copies a contiguous host array to the start of `memory`."""

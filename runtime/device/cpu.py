@@ -103,10 +103,15 @@ class CpuDevice:
                 for at in range(0, nbytes, _READ_SLICE)
             ]
             if not all(job.result() for job in jobs):
-                raise ArtifactError(
-                    "ends before its tensors do", place=str(path), remedy="compile the model again"
-                )
+                raise _cut_short(path)
         return memory
+
+    def map_file(self, path: Path, offset: int, nbytes: int) -> Bytes:
+        """The page cache's own pages: starts at once, shared by processes, but 4 KiB pages."""
+        if path.stat().st_size < offset + nbytes:
+            raise _cut_short(path)
+        # Mode "c" is MAP_PRIVATE: DLPack takes no read-only memory.
+        return np.memmap(path, np.uint8, "c", offset, (nbytes,)).view(np.ndarray)
 
     def upload(self, memory: Bytes, array: Array) -> None:
         flat = array.reshape(-1).view(np.uint8)
@@ -289,6 +294,10 @@ def _load_runtime(ffi: ModuleType, library: Path) -> None:
         )
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     _LOADED.append(library)
+
+
+def _cut_short(path: Path) -> ArtifactError:
+    return ArtifactError("ends before its tensors do", place=str(path), remedy="compile the model again")
 
 
 def _read_slice(fd: int, target: memoryview, offset: int) -> bool:

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from pagec.compiler.dims import DType, row_stride
 from pagec.compiler.ir import Graph, Node, Type
-from pagec.compiler.packer import Packer
+from pagec.compiler.packer import Layout, Packer
 from pagec.compiler.packing import (
     buffer_to_rows,
     from_bf16,
@@ -60,7 +60,7 @@ def test_unpacking_a_matrix_gives_its_parts_back(
     types = {"x": Type("T", x, dtype), "y": Type("T", out, "f32")}
     node = Node("linear", ("%x", f"${merged}"), ("y",))
     packer = Packer(Graph(("x",), ("y",), (node,), types, {merged: whole}), source, nt)
-    weight = packer.weights[packer.matrix(merged, out, x, dtype)]
+    weight = packer.weights[packer.matrix(merged, Layout(out), x, dtype)]
     tensors = [rng.standard_normal(source[name].inner).astype(np.float32) for name in names]
     packed = pack(weight, tensors)
     assert packed.shape == weight.shape

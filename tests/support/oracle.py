@@ -88,3 +88,69 @@ def mean_kl(p_logits: torch.Tensor, q_logits: torch.Tensor) -> float:
     """Mean over positions of KL(p || q), float64."""
     p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+# ----------------------------------------------------------------------------------- experts
+
+Choices = torch.Tensor  # [layers, positions, k], each sorted
+
+
+def theirs_with_choices(model: Any, inputs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Choices]:
+    """transformers' logits, and the experts that its routers choose."""
+    routers = [m for name, m in model.named_modules() if type(m).__name__.endswith("TopKRouter")]
+    seen: list[list[torch.Tensor]] = [[] for _ in routers]
+    for router, found in zip(routers, seen, strict=True):
+        router.register_forward_hook(lambda _m, _i, output, found=found: found.append(output[2]))
+    logits = theirs(model, inputs)
+    return logits, torch.stack([torch.cat(found).sort(-1).values for found in seen])
+
+
+def ours_with_choices(artifact: Path, inputs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Choices]:
+    """pagec's logits, and the experts that it chooses, read after the launch that chooses them."""
+    engine = Engine(artifact, num_blocks=2000)
+    runner, program = engine.runner, engine.program
+    layers = [b for b in program.buffers if b.dtype == "i32" and b.name.endswith(".e")]
+    seen: dict[str, list[Any]] = {b.name: [] for b in layers}
+    by_launch = {b.name: b for b in layers}
+    assert layers
+    logits = []
+
+    def run(name: str, count: int, num_rows: int) -> None:
+        runner.launch(name, count)
+        choice = by_launch.get(name.removesuffix(".w") + ".e")
+        if name.endswith(".w") and choice is not None:
+            raw = runner._device.download(runner.memory.buffers[choice.name], np.int32)
+            seen[choice.name].append(raw.reshape(-1, choice.stride)[:num_rows, : choice.inner[0]].copy())
+
+    def step(batch: Any) -> Any:
+        runner.upload(batch)
+        for launch in program.body:
+            run(
+                launch.name,
+                len(batch.tiles) if launch.rows == "tiles" else batch.num_tokens,
+                batch.num_tokens,
+            )
+        result = runner._run_head(batch)
+        for start in range(0, len(batch.logit_rows), program.capacity.R):
+            rows = batch.logit_rows[start : start + program.capacity.R]
+            runner.upload_logit_rows(rows)
+            for launch in program.head:
+                run(launch.name, len(rows), len(rows))
+        runner._done = result
+
+    runner.submit = step  # type: ignore[method-assign]
+    for tokens in inputs:
+        runner.fill_kv_with_nan()
+        request = engine.add_request(list(tokens), 1, prompt_logits=True, ignore_eos=True)
+        for _ in engine.stream():
+            pass
+        if request.error is not None:
+            raise request.error
+        logits.append(np.concatenate(request.logits))
+    choices = [torch.from_numpy(np.concatenate(seen[b.name])).sort(-1).values for b in layers]
+    return torch.from_numpy(np.concatenate(logits)).double(), torch.stack(choices)
+
+
+def same_choices(a: Choices, b: Choices) -> torch.Tensor:
+    """Positions at which all layers choose the same experts."""
+    return (a == b).all(-1).all(0)

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,9 +35,13 @@ def compile_module(kernels: Sequence[Kernel], sources: Path, target: CpuTarget, 
     import tvm
 
     functions = {}
-    for done, kernel in enumerate(kernels):
-        progress("parse kernels", done, len(kernels))
-        functions[kernel.symbol] = load_kernel(sources / f"{kernel.key}.py", kernel.symbol)
+    # TVM's parser inspects the whole call stack for every kernel: a thread of its own has a short one.
+    with ThreadPoolExecutor(1) as parser:
+        for done, kernel in enumerate(kernels):
+            progress("parse kernels", done, len(kernels))
+            path = sources / f"{kernel.key}.py"
+            functions[kernel.symbol] = parser.submit(load_kernel, path, kernel.symbol).result()
+    progress("parse kernels", len(kernels), len(kernels))
     progress("compile kernels", 0, 1)
     try:
         return tvm.compile(tvm.IRModule(functions), target=tvm.target.Target(dict(target.llvm)))
@@ -51,7 +56,7 @@ def build_library(
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         raise CompileError(
             "linking the kernels needs a C compiler, and there is none on PATH",
-            remedy="install gcc or clang (Debian: apt install gcc)",
+            remedy="install one that is called cc or gcc (Debian: apt install gcc)",
         )
     module = compile_module(kernels, sources, target, progress)
     module.export_library(str(output / LIBRARY), fcompile=_link)

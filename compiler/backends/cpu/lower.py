@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from pagec.compiler.backends.cpu.rowwise import Region
+from pagec.compiler.backends.cpu.epilogue import Epilogue, plain_store
+from pagec.compiler.backends.cpu.rowwise import Code, Region
 from pagec.compiler.backends.cpu.tiles import (
     KEY_SPLIT,
     KEY_TILE,
@@ -19,7 +20,7 @@ from pagec.compiler.backends.cpu.tiles import (
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import CacheType, Graph, Node
-from pagec.compiler.packer import Packer
+from pagec.compiler.packer import Layout, Packer
 from pagec.compiler.program import Kernel, KvLayout, RowCount
 from pagec.compiler.rope import RopeConfig, frequencies
 from pagec.compiler.target import CpuTarget
@@ -57,6 +58,7 @@ _ELEMENT_FLOPS = {
     "layernorm": 7,
     "activation": 16,
     "softcap": 18,
+    "softmax": 13,
 }
 
 
@@ -82,7 +84,7 @@ class Lowering:
         match node.op:
             case "embed":
                 return self._embed(node)
-            case "linear":
+            case "linear" | "fused.linear":
                 return self._linear(node)
             case "fused.rowwise":
                 return self._rowwise(node)
@@ -92,6 +94,12 @@ class Lowering:
                 return self._attention(node)
             case "argmax":
                 return self._argmax(node)
+            case "top_k_of":
+                return self._top_k(node)
+            case "expert_lists":
+                return self._expert_lists(node)
+            case "grouped_linear":
+                return self._grouped_linear(node)
         raise CompileError(
             f"the CPU backend has no kernel for op {node.op!r}",
             place=f"%{node.outputs[0]}",
@@ -133,39 +141,56 @@ class Lowering:
     # ----------------------------------------------------------------------------------- nodes
 
     def _linear(self, node: Node) -> Call:
-        x, out = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0])
-        n, k = prod(out.inner), prod(x.inner)
-        np_, kp = row_stride(out.inner), row_stride(x.inner)
-        dtype = x.dtype
-        weight = self.packer.matrix(node.inputs[1][1:], out.inner, x.inner, dtype)
-        args = [f"value:{node.inputs[0][1:]}", f"weight:{weight}", f"value:{node.outputs[0]}"]
-        arrays = [("x", "int32"), ("w", "int32"), ("out", "float32")]
-        bias = len(node.inputs) > 2
+        linear = next((n for n in node.body if n.op == "linear"), node)
+        x, y = self.graph.type(linear.inputs[0][1:]), self.graph.type(linear.outputs[0])
+        dtype, bias = x.dtype, len(linear.inputs) > 2
+        unit, kp = WORD_ELEMENTS[dtype], row_stride(x.inner)
+        nt = self.packer.nt
+        arrays, args = [("x", "int32"), ("w", "int32")], [f"value:{linear.inputs[0][1:]}", ""]
+        parts, ops, layout = 1, [], Layout(y.inner)
+        store = plain_store(row_stride(y.inner), self.target.lanes, nt, bias)
+        extra = Code([], [], [], 0, 0, False, [])
+        if node.body:
+            epilogue = Epilogue(node, self.graph, self.target.lanes, nt, bias)
+            written = epilogue.store()
+            store, extra, parts = written.line, written.code, epilogue.parts
+            ops = [n.op for n in node.body if n.op not in ("linear", "slice", "take_rows")]
+            if parts > 1:
+                layout = Layout(y.inner, side_by_side=epilogue.columns)
+        args[1] = f"weight:{self.packer.matrix(linear.inputs[1][1:], layout, x.inner, dtype)}"
         if bias:
-            args.insert(2, f"weight:{self.packer.vector(node.inputs[2][1:], out.inner)}")
-            arrays.insert(2, ("bias", "float32"))
-        unit = WORD_ELEMENTS[dtype]
-        tiles = linear_tiles(self.target)
+            arrays.append(("bias", "float32"))
+            args.append(f"weight:{self.packer.vector(linear.inputs[2][1:], layout)}")
+        arrays += extra.arrays
+        args += [self._row_weight(arg[7:]) if arg.startswith("weight:") else arg for arg in extra.args]
+        out = self.graph.type(node.outputs[0])
+        arrays.append(("out", "int32" if out.dtype == "bf16" else "float32"))
+        args.append(f"value:{node.outputs[0]}")
+        n, k, width = prod(y.inner), prod(x.inner), layout.width
+        suffix = "_bias" * bias + "".join(f"_{op}" for op in dict.fromkeys(ops))
         variants = []
-        for limit, rows in tiles.buckets:
+        for limit, num_rows in linear_tiles(self.target).buckets:
             params = {
                 "dtype": dtype,
-                "unit": unit,
-                "N": np_,
-                "NP": np_,
+                "N": width,
+                "NP": width,
                 "K": kp,
                 "KW": kp // unit,
-                "NT": tiles.nt,
-                "MB": rows,
+                "unit": unit,
+                "NT": nt,
+                "MB": num_rows,
                 "bias": bias,
+                "parts": parts,
+                "ops": ops,
+                "store": store,
             }
             kernel = self._kernel(
                 "linear",
-                f"{dtype}_n{np_}_k{kp}{'_bias' if bias else ''}_m{rows}",
+                f"{dtype}_n{width}_k{kp}{suffix}_m{num_rows}",
                 params,
                 arrays,
-                flops=2 * n * k,
-                bytes_per_row=self._row_bytes(node.inputs[0][1:]) + self._row_bytes(node.outputs[0]),
+                flops=2 * n * k + prod(out.inner) * sum(_ELEMENT_FLOPS.get(op, 1) for op in ops),
+                bytes_per_row=sum(self._row_bytes(name) for name in (*node.values(), node.outputs[0])),
                 bytes_fixed=n * k * ITEM_BYTES[dtype],
             )
             variants.append((limit, kernel))
@@ -204,6 +229,83 @@ class Lowering:
         args = (f"value:{node.inputs[0][1:]}", f"value:{node.outputs[0]}")
         return Call(node, self._rows(node), ((0, kernel),), args)
 
+    def _top_k(self, node: Node) -> Call:
+        x, k = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0]).inner[0]
+        params = {
+            "width": x.inner[0],
+            "stride": row_stride(x.inner),
+            "k": k,
+            "out_stride": row_stride((k,)),
+            "normalize": bool(node.attrs.get("normalize", False)),
+        }
+        arrays = [("x", "float32"), ("values", "float32"), ("indices", "int32")]
+        kernel = self._kernel(
+            "top_k", f"{k}_of_{x.inner[0]}", params, arrays, bytes_per_row=4 * x.inner[0] + 8 * k
+        )
+        return Call(node, self._rows(node), ((0, kernel),), self._values(*node.inputs, *node.outputs))
+
+    def _expert_lists(self, node: Node) -> Call:
+        chosen, out = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0])
+        params = {
+            "experts": node.attrs["experts"],
+            "k": chosen.inner[0],
+            "stride": row_stride(chosen.inner),
+            "width": row_stride(out.inner),
+        }
+        arrays = [("chosen", "int32"), ("out", "int32")]
+        words = f"{chosen.inner[0]}_of_{node.attrs['experts']}"
+        kernel = self._kernel("expert_lists", words, params, arrays, bytes_per_row=4 * chosen.inner[0])
+        return Call(node, self._rows(node), ((0, kernel),), self._values(*node.inputs, *node.outputs))
+
+    def _grouped_linear(self, node: Node) -> Call:
+        x, out = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0])
+        experts, n, k = self.graph.weights[node.inputs[1][1:]].inner
+        choices, dtype = out.inner[0], x.dtype
+        unit, tiles = WORD_ELEMENTS[dtype], linear_tiles(self.target)
+        per_choice = len(x.inner) == 2
+        params: dict[str, Any] = {
+            "dtype": dtype,
+            "unit": unit,
+            "experts": experts,
+            "k": choices,
+            "N": n,
+            "NP": row_stride((n,)),
+            "KW": row_stride((k,)) // unit if not per_choice else padded_last((k,)) // unit,
+            "NT": tiles.nt,
+            "per_choice": per_choice,
+            "x_stride": row_stride(x.inner),
+            "x_group": padded_last(x.inner),
+            "out_stride": row_stride(out.inner),
+            "out_group": padded_last(out.inner),
+            "bias": len(node.inputs) > 4,
+        }
+        weight = self.packer.experts(node.inputs[1][1:], params["KW"] * unit, dtype)
+        args = [f"value:{node.inputs[0][1:]}", f"weight:{weight}", f"value:{node.inputs[3][1:]}"]
+        arrays = [("x", "int32"), ("w", "int32"), ("lists", "int32")]
+        if params["bias"]:
+            args.append(f"weight:{self.packer.expert_vectors(node.inputs[4][1:])}")
+            arrays.append(("bias", "float32"))
+        args.append(f"value:{node.outputs[0]}")
+        arrays.append(("out", "float32"))
+        variants = []
+        # The choices of one row are different experts: each then has one row at most.
+        for limit, rows in ((1, 1), (0, tiles.buckets[-1][1])):
+            kernel = self._kernel(
+                "grouped_linear",
+                f"{dtype}_{choices}_of_{experts}_n{n}_k{k}{'_bias' if params['bias'] else ''}_m{rows}",
+                {**params, "MB": rows},
+                arrays,
+                flops=2 * n * k * choices,
+                bytes_per_row=self._row_bytes(node.inputs[0][1:]) + self._row_bytes(node.outputs[0]),
+                bytes_fixed=experts * n * k * ITEM_BYTES[dtype],
+            )
+            variants.append((limit, kernel))
+        return Call(node, self._rows(node), tuple(variants), tuple(args))
+
+    def _values(self, *references: str) -> tuple[str, ...]:
+        """Arguments for values, given as "%name" or by name."""
+        return tuple(f"value:{name.removeprefix('%')}" for name in references)
+
     def _rowwise(self, node: Node) -> Call:
         region = Region(node, self.graph, self.target.lanes)
         code = region.build()
@@ -228,11 +330,13 @@ class Lowering:
             flops=region.groups * region.width * sum(_ELEMENT_FLOPS.get(op, 1) for op in ops),
             bytes_per_row=sum(self._row_bytes(name) for name in (*node.values(), *node.outputs)),
         )
-        args = tuple(
-            f"weight:{self.packer.vector(arg[7:], region.inner[-1:])}" if arg.startswith("weight:") else arg
-            for arg in code.args
-        )
+        args = tuple(self._row_weight(arg[7:]) if arg.startswith("weight:") else arg for arg in code.args)
         return Call(node, self._rows(node), ((0, kernel),), args)
+
+    def _row_weight(self, name: str) -> str:
+        inner = self.graph.weights[name].inner
+        packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
+        return f"weight:{packed}"
 
     def _kv_write(self, node: Node) -> Call:
         write = next(n for n in node.body if n.op == "kv_write")
@@ -297,7 +401,7 @@ class Lowering:
         heads, dp = out.inner[0], padded_last((cache.head_dim,))
         dtype: DType = self.settings.kv.dtype
         unit = WORD_ELEMENTS[dtype]
-        tiles = attention_tiles(self.target, dp)
+        tiles = attention_tiles(self.target, dp, heads // cache.kv_heads)
         kv = self.settings.kv
         group, _ = kv.place(cache.layer)
         params = {

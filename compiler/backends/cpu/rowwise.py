@@ -23,8 +23,9 @@ from typing import Any
 from pagec.compiler.dims import WORD_ELEMENTS, padded_last, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import Graph, Node, Type
+from pagec.compiler.verifier import VIEWS
 
-REDUCTIONS = frozenset({"rmsnorm", "layernorm"})
+REDUCTIONS = frozenset({"rmsnorm", "layernorm", "softmax"})
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class Region:
             if name[0] == "$":
                 self._weight(name[1:])
         for inner in self.node.body:
-            if inner.op in ("slice", "take_rows"):
+            if inner.op in VIEWS:
                 continue
             self.expressions[inner.outputs[0]] = self._node(inner)
         for name in self.node.outputs:
@@ -96,13 +97,15 @@ class Region:
         return self.array_of[argument]
 
     def _weight(self, name: str) -> None:
-        if self.graph.weights[name].inner != (self.width,):
+        inner = self.graph.weights[name].inner
+        if inner != (self.width,) and (inner != self.inner or len(inner) != 2):
             raise CompileError(
                 f"is {self.graph.weights[name]}, not a vector of the last axis ({self.width} elements)",
                 place=f"${name}",
             )
         array = self._array(f"weight:{name}", "w", "float32")
-        self.expressions["$" + name] = f"{array}[T.ramp({{c}}, 1, {self.lanes})]"
+        group = f"g * {self.padded} + " if len(inner) == 2 and self.groups > 1 else ""
+        self.expressions["$" + name] = f"{array}[T.ramp({group}{{c}}, 1, {self.lanes})]"
 
     def _operand(self, reference: str) -> str:
         name = reference if reference[0] == "$" else reference[1:]
@@ -112,20 +115,24 @@ class Region:
 
     def _row(self, name: str) -> str:
         """A row that lies in memory, read in place through its views."""
+        base, row, offset = self._place(name)
+        return self._load(f"value:{base}", self.graph.type(base), row, offset)
+
+    def _place(self, name: str) -> tuple[str, str, int]:
+        """Behind views: the value that lies in memory, which row of it, and where in the row."""
         row, offset = "row", 0
-        views = {v.outputs[0]: v for v in self.node.body if v.op in ("slice", "take_rows")}
+        views = {v.outputs[0]: v for v in self.node.body if v.op in VIEWS}
         while name in views:
             view = views[name]
             name = next(view.values())
             if view.op == "take_rows":
                 self._array(f"value:{view.inputs[1][1:]}", "rows", "int32")
                 self.code.gathers, row = True, "source"
-            else:
+            elif view.op == "slice":
                 start = view.attrs["start"]
                 assert isinstance(start, int)
                 offset += start * padded_last(self.graph.type(name).inner)
-        t = self.graph.type(name)
-        return self._load(f"value:{name}", t, row, offset)
+        return name, row, offset
 
     def _load(self, argument: str, t: Type, row: str, offset: int) -> str:
         unit = WORD_ELEMENTS[t.dtype]
@@ -155,8 +162,15 @@ class Region:
         return self._call("keep", expression, f"{self.width} - ({{c}})")
 
     def _node(self, node: Node) -> str:
-        if node.op in REDUCTIONS:
-            return self._norm(node)
+        match node.op:
+            case "softmax":
+                return self._softmax(node)
+            case "rmsnorm" | "layernorm":
+                return self._norm(node)
+            case "regroup":
+                return self._regroup(node)
+            case "weighted_sum":
+                return self._weighted_sum(node)
         x = self._operand(node.inputs[0])
         match node.op:
             case "activation":
@@ -196,7 +210,63 @@ class Region:
                 return self._call("mul", relu, relu)
         return self._call(name, x)
 
+    # ---------------------------------------------------------------------- rows of other shapes
+
+    def _regroup(self, node: Node) -> str:
+        """Groups that lie side by side in memory; what is read past a group's end is not kept."""
+        base, row, offset = self._place(node.inputs[0][1:])
+        t = self.graph.type(base)
+        assert t.dtype == "f32"
+        array = self._array(f"value:{base}", "x", "float32")
+        column = f"{row} * {row_stride(t.inner)} + {offset} + g * {self.width} + {{c}}"
+        return f"{array}[T.ramp({column}, 1, {self.lanes})]"
+
+    def _weighted_sum(self, node: Node) -> str:
+        """y[row, 0] w[row, 0] + y[row, 1] w[row, 1] + ..., in this order."""
+        (y, y_row, y_at), (w, w_row, w_at) = (self._place(name[1:]) for name in node.inputs)
+        y_inner = self.graph.type(y).inner
+        y_array = self._array(f"value:{y}", "x", "float32")
+        w_array = self._array(f"value:{w}", "x", "float32")
+        w_start = f"{w_row} * {row_stride(self.graph.type(w).inner)} + {w_at}"
+        total = ""
+        for j in range(self.graph.type(node.inputs[0][1:]).inner[0]):
+            column = f"{y_row} * {row_stride(y_inner)} + {y_at + j * padded_last(y_inner)} + {{c}}"
+            part = f"{y_array}[T.ramp({column}, 1, {self.lanes})]"
+            weight = f"T.broadcast({w_array}[{w_start} + {j}], {self.lanes})"
+            total = self._call("fma", part, weight, total) if total else self._call("mul", part, weight)
+        return total
+
     # ------------------------------------------------------------------------------ reductions
+
+    def _softmax(self, node: Node) -> str:
+        """e^(x - max) / sum, in three walks."""
+        x = self._materialise(node.inputs[0][1:])
+        top = self._reduced(
+            "max", self._call("mask", x, "{c}", "0", str(self.width - 1)), "T.float32('-inf')"
+        )
+        shifted = f"({x} - T.broadcast(stat[{top}], {self.lanes}))"
+        power = self._temporary(self._call("exp", shifted))
+        total = self._reduced("add", self._keep(power), "T.float32(0)")
+        return f"({power} / T.broadcast(stat[{total}], {self.lanes}))"
+
+    def _temporary(self, expression: str) -> str:
+        """A scratch row that holds the expression from this walk on."""
+        place = f"t{self.code.num_temporaries}[T.ramp({{c}}, 1, {self.lanes})]"
+        self.code.num_temporaries += 1
+        self.code.walks[-1].lines.append(f"{place} = {expression}")
+        return place
+
+    def _reduced(self, how: str, x: str, first: str) -> int:
+        """The sum or the greatest of x over the row; it is in stat[returned index] in the next walk."""
+        index = self.code.num_stats
+        self.code.num_stats += 1
+        walk = self.code.walks[-1]
+        total = f"sum[T.ramp({index * self.lanes}, 1, {self.lanes})]"
+        walk.reset.append(f"{total} = T.broadcast({first}, {self.lanes})")
+        walk.lines.append(f"{total} = {f'{total} + {x}' if how == 'add' else self._call(how, total, x)}")
+        walk.after.append(f'stat[{index}] = T.call_pure_extern("float32", "pagec_reduce_{how}", {total})')
+        self.code.walks.append(Walk())
+        return index
 
     def _norm(self, node: Node) -> str:
         x = self._materialise(node.inputs[0][1:])
@@ -223,10 +293,7 @@ class Region:
             self._store(name)
             self.expressions[name] = self._load(f"value:{name}", self.graph.type(name), "row", 0)
         else:
-            place = f"t{self.code.num_temporaries}[T.ramp({{c}}, 1, {self.lanes})]"
-            self.code.num_temporaries += 1
-            self.code.walks[-1].lines.append(f"{place} = {expression}")
-            self.expressions[name] = place
+            self.expressions[name] = self._temporary(expression)
         return self.expressions[name]
 
     def _mean(self, x: str, *, squared: bool = False, inverse_root: str = "") -> int:

@@ -48,9 +48,10 @@ def linear_tiles(target: CpuTarget) -> LinearTiles:
     return LinearTiles(vectors * target.lanes, (*buckets, (0, most)))
 
 
-def attention_tiles(target: CpuTarget, head_dim: int) -> AttentionTiles:
-    """Four rows where registers allow it; vectors divide the key tile and the padded head."""
-    rows = 4 if fits(target, 4, 4) else 2
+def attention_tiles(target: CpuTarget, head_dim: int, group: int) -> AttentionTiles:
+    """Four rows where registers allow it, three if that divides a group's query heads (a decode step then
+    computes no row twice); vectors divide the key tile and the padded head."""
+    rows = 2 if not fits(target, 4, 4) else 3 if group % 3 == 0 else 4
     dims = head_dim // target.lanes
     wide = [v for v in range(1, dims + 1) if dims % v == 0 and fits(target, rows, v)]
     return AttentionTiles(rows, 4, max(wide))

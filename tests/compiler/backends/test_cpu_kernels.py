@@ -18,6 +18,8 @@ from pagec.compiler.backends.targets import PREFERENCE, load_target
 from pagec.compiler.dims import DType, padded_last
 from pagec.compiler.ir import CacheType, Graph, Node, Type
 from pagec.compiler.packing import from_bf16, kv_elements, to_bf16
+from pagec.compiler.passes.fuse_epilogue import fuse_epilogue
+from pagec.compiler.passes.fuse_rowwise import fuse_rowwise
 from pagec.compiler.program import KvGroup, KvLayout
 from pagec.compiler.target import host
 
@@ -417,3 +419,59 @@ def test_softmax_of_large_scores_is_exact_in_its_extremes() -> None:
     )
     assert math.isfinite(float(got.sum()))
     assert np.array_equal(got, np.concatenate(expected).astype(np.float32))
+
+
+# ------------------------------------------------------------------------------------- epilogues
+
+
+def linear_chain(kind: str, dtype: DType) -> Graph:
+    """A linear (K = 70) and what follows it, as the passes leave them before fusion."""
+    wide, rows = Type("T", (100,), "f32"), Type("T", (70,), dtype)
+    types: dict[str, Any] = {"x": rows, "r": wide, "y": wide, "o": wide}
+    weights = {"w": Type(None, (100, 70), dtype)}
+    match kind:
+        case "residual":
+            nodes = [Node("linear", ("%x", "$w"), ("y",)), Node("add", ("%r", "%y"), ("o",))]
+        case "bias and soft cap":
+            weights |= {"b": Type(None, (100,), "f32"), "s": Type(None, (100,), "f32")}
+            types |= {"c": wide}
+            nodes = [
+                Node("linear", ("%x", "$w", "$b"), ("y",)),
+                Node("softcap", ("%y",), ("c",), {"cap": 3.0}),
+                Node("mul", ("%c", "$s"), ("o",)),
+            ]
+        case _:
+            types |= {"y": Type("T", (2, 50), "f32")}
+            types |= dict.fromkeys(["g", "u", "a", "m"], Type("T", (50,), "f32"))
+            types["o"] = Type("T", (50,), "bf16")
+            nodes = [
+                Node("linear", ("%x", "$w"), ("y",), {"split": 50}),
+                Node("slice", ("%y",), ("g",), {"start": 0, "stop": 1, "drop_axis": True}),
+                Node("slice", ("%y",), ("u",), {"start": 1, "stop": 2, "drop_axis": True}),
+                Node("activation", ("%g",), ("a",), {"name": "silu"}),
+                Node("mul", ("%a", "%u"), ("m",)),
+                Node("cast", ("%m",), ("o",), {"dtype": "bf16"}),
+            ]
+    inputs = ("x", "r") if kind == "residual" else ("x",)
+    types = {name: t for name, t in types.items() if name != "r" or kind == "residual"}
+    return Graph(inputs, ("o",), tuple(nodes), types, weights)
+
+
+@targets
+@dtypes
+@pytest.mark.parametrize("kind", ["residual", "bias and soft cap", "gated"])
+def test_an_epilogue_gives_the_bits_of_separate_kernels(target: str, dtype: DType, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    graph = linear_chain(kind, dtype)
+    weights = {name: rounded(rng.standard_normal(t.inner), t.dtype) for name, t in graph.weights.items()}
+    values = {
+        name: rounded(rng.standard_normal((11, *graph.type(name).inner)), graph.type(name).dtype)
+        for name in graph.inputs
+    }
+    whole = fuse_rowwise(fuse_epilogue(graph))
+    assert [node.op for node in whole.nodes] == ["fused.linear"]
+    separate = fuse_rowwise(graph)
+    assert len(separate.nodes) == 2
+    results = [KernelRun(g, weights, target=target).run(values)["o"] for g in (whole, separate)]
+    assert results[0].tobytes() == results[1].tobytes()
+    assert np.abs(results[0]).max() > 0.1

@@ -215,7 +215,7 @@ def check(directory: Path) -> None:
     [
         (
             {"model_type": "opt"},
-            "model_type is 'opt', which no family knows; known: llama, ministral, mistral",
+            "model_type is 'opt', which no family knows; known: gemma2, gemma3_text, gpt2, llama, ministral, mistral",
         ),
         (
             {"model_type": "opt"},

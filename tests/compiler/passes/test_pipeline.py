@@ -59,7 +59,7 @@ def test_fusing_moves_no_rounding() -> None:
         for name, stage in stages(graph, Numbers("bf16", "bf16"))
         if name.startswith(("round", "fuse"))
     }
-    assert len(results) == 4
+    assert len(results) == 5
     first = results.pop("round_inputs")
     assert all(torch.equal(first, other) for other in results.values())
 
@@ -73,7 +73,7 @@ def test_a_graph_survives_json() -> None:
 def test_every_node_of_the_fused_graph_is_one_kernel(dtype: str) -> None:
     fused = run_passes(llama_graph(), Numbers(dtype, dtype))  # type: ignore[arg-type]
     kinds = {node.op for node in fused.nodes}
-    assert kinds == {"embed", "linear", "fused.rowwise", "fused.kv_write", "fused.attention", "argmax"}
+    assert kinds == {"embed", "linear", "fused.linear", "fused.rowwise", "fused.kv_write", "fused.attention", "argmax"}
 
 
 def test_the_verifier_finds_broken_graphs() -> None:
@@ -97,9 +97,11 @@ def test_the_pipeline_is_what_its_names_say() -> None:
         "take_logit_rows",
         "add_argmax",
         "lower_attention",
+        "group_experts",
         "round_inputs",
         "fuse_kv_write",
         "fuse_attention",
+        "fuse_epilogue",
         "fuse_rowwise",
     ]
 

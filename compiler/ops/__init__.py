@@ -1,0 +1,41 @@
+"""The closed set of ops: for each one its parameters, its shape rule and its meaning in torch float32.
+
+An op's row is all that the spec language, the verifier, the passes and the reference interpreter know of
+it. `OPS` is the table; a user's own ops join it through `register` (`--ops FILE.py`).
+
+Shapes are written rows first: x[T,K] has T rows of K elements. Meanings compute in float32 whatever the
+dtypes are; `cast` alone rounds.
+"""
+
+from __future__ import annotations
+
+import pagec.compiler.ops.table  # noqa: F401  (fills OPS)
+from pagec.compiler.ops.op import (
+    ACTIVATIONS,
+    OPS,
+    REQUIRED,
+    Attrs,
+    Meaning,
+    Op,
+    Param,
+    ShapeError,
+    ShapeRule,
+    infer,
+    register,
+    run,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "OPS",
+    "REQUIRED",
+    "Attrs",
+    "Meaning",
+    "Op",
+    "Param",
+    "ShapeError",
+    "ShapeRule",
+    "infer",
+    "register",
+    "run",
+]
