@@ -74,7 +74,7 @@ def make_plan(
     kv = kv_layout(fused, kv_dtype, block_size)
     settings = Settings(target, max_len, query_tile(_widest_group(fused, kv)), kv)
     lowering = Lowering(fused, source, settings)
-    calls = [lowering.lower(node) for node in fused.nodes]
+    calls = [call for node in fused.nodes for call in lowering.lower(node)]
     body = tuple(call for call in calls if call.rows != "R")
     head = tuple(call for call in calls if call.rows == "R")
     buffers, slots = _assign(fused, body, head)
@@ -93,6 +93,7 @@ def make_plan(
         buffers=buffers,
         weights=tuple(lowering.packer.weights.values()),
         tables=tuple(lowering.packer.tables.values()),
+        scratch_bytes=lowering.scratch_bytes,
         kernels=tuple(kernels.values()),
         body=tuple(_launch(call, fused) for call in body),
         head=tuple(_launch(call, fused) for call in head),
@@ -114,7 +115,7 @@ def _launch(call: Call, graph: Graph) -> Launch:
         return f"step:{name}" if name in graph.inputs else f"buffer:{name}"
 
     variants = tuple((limit, kernel.key) for limit, kernel in call.variants)
-    return Launch(call.node.outputs[0], call.rows, variants, tuple(place(arg) for arg in call.args))
+    return Launch(call.name, call.rows, variants, tuple(place(arg) for arg in call.args))
 
 
 # ------------------------------------------------------------------------------------- liveness
@@ -160,7 +161,7 @@ def _assign(
     for at, call in enumerate(order):
         for name in call.node.outputs:
             t = graph.types[name]
-            if not isinstance(t, Type):
+            if not isinstance(t, Type) or name in place:
                 continue
             assert t.rows is not None
             size = round_up(row_stride(t.inner) * ITEM_BYTES[t.dtype], 4)

@@ -12,6 +12,7 @@ unbounded (max_rows 0). Its arguments are resolved once, at load:
 
     buffer:NAME   workspace          kv:LAYER   one layer's slice of the pool
     weight:NAME   packed tensor      table:NAME
+    scratch:      memory for within a launch and the one after it
     step:NAME     an integer array of the step: tokens[T], positions[T], logit_rows[R], query_start[S+1],
                   seq_lens[S], slot_mapping.G[T], block_tables.G[S, max_blocks], tiles[T, 2]
 
@@ -203,6 +204,7 @@ class Program:
     buffers: tuple[Buffer, ...]
     weights: tuple[PackedWeight, ...]
     tables: tuple[RopeTable, ...]
+    scratch_bytes: int
     kernels: tuple[Kernel, ...]
     body: tuple[Launch, ...]
     head: tuple[Launch, ...]
@@ -214,7 +216,7 @@ class Program:
         return -(-self.max_len // self.kv.block_size)
 
     def slot_offsets(self) -> tuple[list[int], int]:
-        """Byte offset of each workspace slot, and the workspace's size."""
+        """Byte offset of each workspace slot, and the size of all of them."""
         offsets, end = [], 0
         for slot in self.slots:
             offsets.append(end)
@@ -244,6 +246,7 @@ class Program:
             buffers=tuple(Buffer(**{**b, "inner": tuple(b["inner"])}) for b in data["buffers"]),
             weights=tuple(_weight_from_json(w) for w in data["weights"]),
             tables=tuple(RopeTable(t["name"], tuple(t["frequencies"]), t["length"]) for t in data["tables"]),
+            scratch_bytes=data["scratch_bytes"],
             kernels=tuple(Kernel(**{**k, "signature": tuple(k["signature"])}) for k in data["kernels"]),
             body=_launches_from_json(data["body"]),
             head=_launches_from_json(data["head"]),

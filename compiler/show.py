@@ -79,11 +79,11 @@ def kernel_row(kernel: Kernel) -> dict[str, Any]:
 def plan_rows(program: Program) -> dict[str, Any]:
     """Launches with the bytes and FLOPs of each kernel, and the memory that the program asks for."""
     kernels = {kernel.key: kernel for kernel in program.kernels}
-    offsets, workspace = program.slot_offsets()
+    offsets, slots_end = program.slot_offsets()
     return {
         "capacity": asdict(program.capacity),
         "weights_bytes": sum(w.nbytes for w in program.weights),
-        "workspace_bytes": workspace,
+        "workspace_bytes": slots_end + program.scratch_bytes,
         "kv_block_bytes": program.kv.block_bytes,
         "slots": [
             {**asdict(slot), "offset": offset} for slot, offset in zip(program.slots, offsets, strict=True)

@@ -34,6 +34,7 @@ class Areas:
         self.tables = {table.name: _rope_table(device, table) for table in program.tables}
         self.steps = _carve(device, _step_bytes(program))
         self.buffers = _workspace(device, program)
+        self.scratch = device.allocate(program.scratch_bytes)
         buffers = {buffer.name: buffer for buffer in program.buffers}
         self.outputs: Mapping[str, Buffer] = {k: buffers[name] for k, name in program.outputs.items()}
 
@@ -61,6 +62,8 @@ class Areas:
                 return self.weights[name]
             case "table":
                 return self.tables[name]
+            case "scratch":
+                return self.scratch
             case "step":
                 return self.steps[name]
         raise KeyError(argument)
@@ -71,7 +74,7 @@ class Areas:
         return Ledger(
             weights_bytes=sum(w.nbytes for w in program.weights),
             tables_bytes=sum(8 * t.length * len(t.frequencies) for t in program.tables),
-            workspace_bytes=program.slot_offsets()[1],
+            workspace_bytes=program.slot_offsets()[1] + program.scratch_bytes,
             step_bytes=sum(_step_bytes(program).values()),
             kv_bytes=num_blocks * program.kv.block_bytes,
             kv_blocks=num_blocks,

@@ -32,6 +32,7 @@ LIGHT: Final = frozenset(
         "dims",
         "target",
         "program",
+        "probes",
         "artifact",
         "packing",
         "rope",

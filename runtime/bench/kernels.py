@@ -71,10 +71,12 @@ class Bounds:
         """(bytes, FLOPs) of a launch. Only attention depends on the chunks."""
         kernel = self.kernel(launch, rows)
         layer = self._attention(launch)
+        if launch.rows == "tiles":
+            rows = sum(count for _, count in chunks)
         if layer is None:
             return kernel.bytes_fixed + kernel.bytes_per_row * rows, kernel.flops_per_row * rows
         nbytes = sum(layer.kv_bytes(*chunk, self.cost.kv_item_bytes) for chunk in chunks)
-        nbytes += kernel.bytes_per_row * sum(count for _, count in chunks)
+        nbytes += kernel.bytes_per_row * rows
         return nbytes, sum(layer.flops(*chunk) for chunk in chunks)
 
     def reads_memory(self, launch: Launch, rows: int) -> bool:
@@ -82,11 +84,9 @@ class Bounds:
         return launch.rows == "tiles" or self.kernel(launch, rows).bytes_fixed > 0
 
     def _attention(self, launch: Launch) -> AttentionCost | None:
-        """Only attention counts its rows in tiles."""
-        if launch.rows != "tiles":
-            return None
-        layer = next(int(arg.removeprefix("kv:")) for arg in launch.args if arg.startswith("kv:"))
-        return self.cost.layers[layer]
+        """Attention takes tiles and reads the pool; what merges its parts takes tiles alone."""
+        layers = [int(arg.removeprefix("kv:")) for arg in launch.args if arg.startswith("kv:")]
+        return self.cost.layers[layers[0]] if launch.rows == "tiles" and layers else None
 
 
 def bound(nbytes: float, flops: float, limits: Limits) -> tuple[float, str]:

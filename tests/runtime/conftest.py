@@ -80,6 +80,7 @@ def toy_program(*, T: int = 32, S: int = 4, R: int = 4, max_len: int = 128, num_
             PackedWeight("w", ("w",), ((4, 16),), (), "f32", (4, 16)),
         ),
         tables=(RopeTable("rope", (1.0, 0.1), 8),),
+        scratch_bytes=0,
         kernels=tuple(
             Kernel(
                 name,
@@ -136,6 +137,9 @@ class FakeDevice:
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Any:
         return np.fromfile(path, np.uint8, nbytes, offset=offset)
+
+    def map_file(self, path: Path, offset: int, nbytes: int) -> Any:
+        return np.memmap(path, np.uint8, "c", offset, (nbytes,))
 
     def upload(self, memory: Any, array: Any) -> None:
         memory[: array.nbytes] = array.reshape(-1).view(np.uint8)

@@ -184,3 +184,4 @@ def test_the_ledger_adds_up(toy: Toy, device: object) -> None:
     parts = [value for key, value in ledger.items() if key.endswith("_bytes") and key != "total_bytes"]
     assert ledger["total_bytes"] == sum(parts)
     assert ledger["kv_tokens"] == 9 * 16
+    assert any(line.startswith("KV pool") for line in make(toy(), device, num_blocks=10).ledger.lines())

@@ -141,6 +141,30 @@ def test_weights_from_a_file_equal_those_made_from_the_same_seed(
     assert (made["norm"].view(np.float32) == 1).all()
 
 
+def test_mapped_weights_are_the_same_bytes(toy: Toy, device: Any, tmp_path: Path) -> None:
+    artifact = toy()
+    weights = artifact.program.weights
+    file = tmp_path / "other.safetensors"
+    write_weights(file, weights, (random_packed(7, w) for w in weights))
+    runners = [
+        Runner(artifact, device, weights=str(file), weights_memory=kind, num_blocks=9)
+        for kind in ("copy", "mmap")
+    ]
+    copied, mapped = (runner.memory.weights for runner in runners)
+    assert all(np.array_equal(copied[name], mapped[name]) for name in copied)
+    assert all(memory.ctypes.data % 64 == 0 for memory in mapped.values())
+    assert [runner.ledger.weights_memory for runner in runners] == ["copy", "mmap"]
+    with pytest.raises(CheckpointError, match="no file to map"):
+        Runner(artifact, device, weights="random:7", weights_memory="mmap", num_blocks=9)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_allocated(toy: Toy, device: Any) -> None:
+    device.free = 1000
+    with pytest.raises(CapacityError, match=r"512 bytes of weights .* 1000 are free") as refused:
+        Runner(toy(), device, weights="random:0", num_blocks=9)
+    assert "--weights-memory mmap" in str(refused.value)
+
+
 def test_wrong_weights_are_refused(toy: Toy, device: Any, tmp_path: Path) -> None:
     artifact = toy()
     with pytest.raises(ArtifactError, match="no weights"):

@@ -47,7 +47,7 @@ class KernelRun:
         target = load_target(self.target)
         settings = Settings(target, self.max_len, self.query_tile, self.kv)
         self.lowering = Lowering(self.graph, self.source or self.graph, settings)
-        self.calls = [self.lowering.lower(node) for node in self.graph.nodes]
+        self.calls = [call for node in self.graph.nodes for call in self.lowering.lower(node)]
         kernels: dict[str, Kernel] = {k.key: k for call in self.calls for _, k in call.variants}
         self._directory = tempfile.TemporaryDirectory()
         path = Path(self._directory.name)
@@ -56,6 +56,7 @@ class KernelRun:
         build_library(tuple(kernels.values()), path, target, path, lambda *_: None)
         self.device = CpuDevice(path, self.threads)
         self._memory = {f"weight:{w.name}": self._upload(self._packed(w)) for w in self._weights()}
+        self._memory["scratch:"] = self.device.allocate(self.lowering.scratch_bytes)
         for table in self.lowering.packer.tables.values():
             both = np.stack(cos_sin_of(np.array(table.frequencies, np.float32), table.length))
             self._memory[f"table:{table.name}"] = self._upload(both)
@@ -82,42 +83,36 @@ class KernelRun:
         for name, value in values.items():
             t = self.graph.type(name)
             memory[f"value:{name}"] = self._upload(rows_to_buffer(np.asarray(value), t.dtype))
-        found: dict[str, Any] = {}
+        num_rows = rows if rows is not None else len(next(iter(values.values())))
         for call in self.calls:
-            self._launch(call, memory, values, step or {}, rows, found)
+            self._launch(call, memory, step or {}, num_rows)
         for name, array in (step or {}).items():
             if name.startswith("kv:"):
                 array[...] = self.device.download(memory[name], array.dtype.type).reshape(array.shape)
-        return found
+        results = {name: self.graph.types[name] for call in self.calls for name in call.node.outputs}
+        return {
+            name: self._rows(memory[f"value:{name}"], t, num_rows)
+            for name, t in results.items()
+            if isinstance(t, Type)
+        }
 
-    def _launch(
-        self,
-        call: Call,
-        memory: dict[str, Any],
-        values: Mapping[str, Any],
-        step: Mapping[str, Any],
-        rows: int | None,
-        found: dict[str, Any],
-    ) -> None:
-        num_rows = rows if rows is not None else len(next(iter(values.values())))
-        for name in call.node.outputs:
+    def _launch(self, call: Call, memory: dict[str, Any], step: Mapping[str, Any], num_rows: int) -> None:
+        for name in call.node.outputs if not call.suffix else ():
             t = self.graph.types[name]
             if isinstance(t, Type):
                 nbytes = num_rows * row_stride(t.inner) * ITEM_BYTES[t.dtype]
                 memory[f"value:{name}"] = self.device.allocate(nbytes)
                 self.device.fill_nan(memory[f"value:{name}"])
         count = len(step["step:tiles"]) if call.rows == "tiles" else num_rows
-        limits = [kernel for limit, kernel in call.variants if limit == 0 or count <= limit]
+        symbol, signature = next(
+            (kernel.symbol, kernel.signature)
+            for limit, kernel in call.variants
+            if limit == 0 or count <= limit
+        )
         tensors = [
-            self.device.tensor(memory[arg], dtype)
-            for arg, dtype in zip(call.args, limits[0].signature, strict=True)
+            self.device.tensor(memory[arg], dtype) for arg, dtype in zip(call.args, signature, strict=True)
         ]
-        one = KernelCall(call.node.outputs[0], 0, ((0, limits[0].symbol),), tuple(tensors))
-        self.device.prepare([one]).run(count)
-        for name in call.node.outputs:
-            t = self.graph.types[name]
-            if isinstance(t, Type):
-                found[name] = self._rows(memory[f"value:{name}"], t, num_rows)
+        self.device.prepare([KernelCall(call.name, 0, ((0, symbol),), tuple(tensors))]).run(count)
 
     def _rows(self, memory: Any, t: Type, num_rows: int) -> Any:
         raw = self.device.download(memory, RAW[t.dtype])

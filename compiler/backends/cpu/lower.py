@@ -12,8 +12,10 @@ from typing import Any
 from pagec.compiler.backends.cpu.epilogue import Epilogue, plain_store
 from pagec.compiler.backends.cpu.rowwise import Code, Region
 from pagec.compiler.backends.cpu.tiles import (
+    FEW_TILES,
     KEY_SPLIT,
     KEY_TILE,
+    PARTIAL_EXTRA,
     attention_tiles,
     linear_tiles,
 )
@@ -37,6 +39,12 @@ class Call:
     rows: RowCount
     variants: tuple[tuple[int, Kernel], ...]
     args: tuple[str, ...]
+    suffix: str = ""
+
+    @property
+    def name(self) -> str:
+        """The launch's name: the node's first result, and what tells several launches of a node apart."""
+        return self.node.outputs[0] + self.suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +86,13 @@ class Lowering:
         self.graph, self.settings = graph, settings
         self.target = settings.target
         self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
+        self.scratch_bytes = 0  # kernels that need scratch memory share one area
 
-    def lower(self, node: Node) -> Call:
-        """One node; CompileError if the CPU backend has no kernel for it."""
+    def lower(self, node: Node) -> tuple[Call, ...]:
+        """The kernels of one node; CompileError if the CPU backend has none for it."""
+        return self._attention(node) if node.op == "fused.attention" else (self._one(node),)
+
+    def _one(self, node: Node) -> Call:
         match node.op:
             case "embed":
                 return self._embed(node)
@@ -90,8 +102,6 @@ class Lowering:
                 return self._rowwise(node)
             case "fused.kv_write":
                 return self._kv_write(node)
-            case "fused.attention":
-                return self._attention(node)
             case "argmax":
                 return self._argmax(node)
             case "top_k_of":
@@ -393,7 +403,7 @@ class Lowering:
         turns = tuple(float(f) for f in frequencies(config))
         return self.packer.rope_table(turns, self.settings.max_len)
 
-    def _attention(self, node: Node) -> Call:
+    def _attention(self, node: Node) -> tuple[Call, ...]:
         core = node.body[0]
         out = self.graph.type(node.outputs[0])
         cache = self.graph.types[core.inputs[1][1:]]
@@ -402,6 +412,8 @@ class Lowering:
         dtype: DType = self.settings.kv.dtype
         unit = WORD_ELEMENTS[dtype]
         tiles = attention_tiles(self.target, dp, heads // cache.kv_heads)
+        seen = min(self.settings.max_len, (cache.window or self.settings.max_len) + KEY_SPLIT)
+        max_splits = -(-seen // KEY_SPLIT)
         kv = self.settings.kv
         group, _ = kv.place(cache.layer)
         params = {
@@ -416,6 +428,8 @@ class Lowering:
             "query_tile": self.settings.query_tile,
             "BN": KEY_TILE,
             "SPLIT": KEY_SPLIT,
+            "few_tiles": FEW_TILES,
+            "max_splits": max_splits,
             "RM": tiles.rows,
             "KV": tiles.key_vectors,
             "OV": tiles.dim_vectors,
@@ -433,6 +447,7 @@ class Lowering:
             ("block_tables", "int32"),
             ("q", "int32"),
             ("cache", "int32"),
+            ("partials", "float32"),
             ("out", "int32" if out.dtype == "bf16" else "float32"),
         ]
         args = (
@@ -442,17 +457,20 @@ class Lowering:
             f"step:block_tables.{group}",
             f"value:{core.inputs[0][1:]}",
             f"kv:{cache.layer}",
+            "scratch:",
             f"value:{node.outputs[0]}",
         )
         window = f"_w{core.attrs['window']}" if core.attrs.get("window") else ""
-        kernel = self._kernel(
-            "attention",
-            f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{window}",
-            params,
-            arrays,
-            bytes_per_row=self._row_bytes(core.inputs[0][1:]) + self._row_bytes(node.outputs[0]),
-        )
-        return Call(node, "tiles", ((0, kernel),), args)
+        words = f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{window}"
+        row_bytes = self._row_bytes(core.inputs[0][1:]) + self._row_bytes(node.outputs[0])
+        kernel = self._kernel("attention", words, params, arrays, bytes_per_row=row_bytes)
+        calls = [Call(node, "tiles", ((0, kernel),), args)]
+        pieces = FEW_TILES * heads * max_splits
+        self.scratch_bytes = max(self.scratch_bytes, 4 * pieces * (dp + PARTIAL_EXTRA))
+        if max_splits > 1:
+            merge = self._kernel("attention_merge", words, params, [*arrays[:3], *arrays[-2:]])
+            calls.append(Call(node, "tiles", ((0, merge),), (*args[:3], *args[-2:]), ".merge"))
+        return tuple(calls)
 
 
 @dataclass(frozen=True, slots=True)

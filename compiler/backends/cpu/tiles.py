@@ -14,6 +14,10 @@ from pagec.compiler.target import CpuTarget
 # Keys per softmax step, and per split of a long context. Splits are what decoding can share out.
 KEY_TILE: Final = 64
 KEY_SPLIT: Final = 256
+# Up to so many tiles in a step, the splits of decoding sequences are dealt out one by one.
+FEW_TILES: Final = 4
+# A partial result is a row's sums, then its maximum and its sum of weights, padded to a vector.
+PARTIAL_EXTRA: Final = 16
 # Query rows (tokens x heads of a group) that an attention item holds in the first-level cache.
 QUERY_ROWS: Final = 32
 

@@ -144,8 +144,10 @@ def run_attention(
     height: int = 8,
     seed: int = 0,
     threads: int = 2,
+    rows: tuple[int, int] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """The kernel's result on random inputs, and float64's for each sequence."""
+    """The kernel's result on random inputs, and float64's for each sequence. `rows`: of the one sequence,
+    which begins at 0, these only, the others having been computed before."""
     rng = np.random.default_rng(seed)
     cache = CacheType(0, kv_heads, head_dim, window)
     layout = KvLayout(dtype, block_size, kv_heads, head_dim, (KvGroup((0,), window),))
@@ -165,6 +167,9 @@ def run_attention(
     keys = [rounded(x, dtype) for x in spread]
     values = [rounded(rng.standard_normal(x.shape), dtype) for x in keys]
     q = rounded(2 * rng.standard_normal((starts[-1], heads, head_dim)), dtype)
+    if rows:
+        q, starts = q[rows[0] : rows[1]], np.array([0, rows[1] - rows[0]], np.int32)
+        chunks, lengths = [(rows[0], rows[1] - rows[0])], np.array([rows[1]], np.int32)
     step = {
         "step:tiles": tiles_of(chunks, height),
         "step:query_start": starts,
@@ -475,3 +480,19 @@ def test_an_epilogue_gives_the_bits_of_separate_kernels(target: str, dtype: DTyp
     results = [KernelRun(g, weights, target=target).run(values)["o"] for g in (whole, separate)]
     assert results[0].tobytes() == results[1].tobytes()
     assert np.abs(results[0]).max() > 0.1
+
+
+@targets
+@dtypes
+@pytest.mark.parametrize("window", [None, 300])
+def test_splits_computed_apart_give_the_same_bits(target: str, dtype: DType, window: int | None) -> None:
+    """Long contexts: few decoding rows are cut into splits, many are not, and neither are rows of a chunk."""
+    shape: dict[str, Any] = {"heads": 9, "kv_heads": 3, "head_dim": 64, "target": target, "dtype": dtype}
+    chunk = [(0, 900)]
+    whole, expected = run_attention(**shape, window=window, chunks=chunk, height=10, seed=3)
+    assert np.abs(whole - expected[0]).max() <= ALLOWED[dtype]
+    for threads in (1, 2):
+        last, _ = run_attention(
+            **shape, window=window, chunks=chunk, height=10, seed=3, threads=threads, rows=(899, 900)
+        )
+        assert last.tobytes() == whole[899:].tobytes()

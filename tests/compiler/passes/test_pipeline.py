@@ -73,7 +73,15 @@ def test_a_graph_survives_json() -> None:
 def test_every_node_of_the_fused_graph_is_one_kernel(dtype: str) -> None:
     fused = run_passes(llama_graph(), Numbers(dtype, dtype))  # type: ignore[arg-type]
     kinds = {node.op for node in fused.nodes}
-    assert kinds == {"embed", "linear", "fused.linear", "fused.rowwise", "fused.kv_write", "fused.attention", "argmax"}
+    assert kinds == {
+        "embed",
+        "linear",
+        "fused.linear",
+        "fused.rowwise",
+        "fused.kv_write",
+        "fused.attention",
+        "argmax",
+    }
 
 
 def test_the_verifier_finds_broken_graphs() -> None:

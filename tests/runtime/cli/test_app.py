@@ -20,7 +20,7 @@ def test_version() -> None:
     assert pagec("--version").stdout.startswith("pagec ")
 
 
-@pytest.mark.parametrize("command", ["compile", "import", "show", "generate", "verify"])
+@pytest.mark.parametrize("command", ["compile", "import", "show", "generate", "verify", "bench", "profile"])
 def test_every_command_has_help(command: str) -> None:
     assert command in pagec("--help").stdout
     assert "Usage" in pagec(command, "--help").stdout

@@ -119,7 +119,16 @@ def test_json(artifact: Path, toy_answer: Answer) -> None:
     assert found[0]["token_ids"] == toy_answer([9, 1], 3)
     assert found[0]["text"] == text(toy_answer([9, 1], 3))
     assert found[0]["finish_reason"] == "length"
+    assert found[0]["memory"]["weights_memory"] == "copy"
     assert 0 < found[0]["timings"]["first_token_s"] <= found[0]["timings"]["total_s"]
+
+
+def test_mapped_weights_and_where_the_memory_goes(artifact: Path, toy_answer: Answer) -> None:
+    words = ("--prompt", "w1 w2", "--max-tokens", "5", "--weights-memory", "mmap", "--verbose")
+    done = pagec("generate", artifact, *words)
+    assert done.stdout == text(toy_answer([1, 2], 5)) + "\n"
+    for part in ("mapped from the file", "workspace", "KV pool"):
+        assert part in done.stderr
 
 
 def test_the_answer_ends_at_the_models_length(artifact: Path) -> None:

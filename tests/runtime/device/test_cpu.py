@@ -112,6 +112,22 @@ def test_files_are_read_in_slices(library: Path, tmp_path: Path) -> None:
         device.read_file(file, 4, 40 << 20)
 
 
+def test_a_mapped_file_is_aligned_and_never_written(library: Path, tmp_path: Path) -> None:
+    device = CpuDevice(library, threads=1)
+    data = np.arange(3000, dtype=np.int32)
+    file = tmp_path / "data"
+    file.write_bytes(bytes(4096) + data.tobytes())
+    memory = device.map_file(file, 4096, data.nbytes)
+    assert type(memory) is np.ndarray
+    assert memory.ctypes.data % 4096 == 0
+    x = device.tensor(memory, "int32")
+    device.prepare([call("add", x)]).run(2)
+    assert device.download(memory, np.int32)[:3].tolist() == [1, 2, 2]
+    assert file.read_bytes()[4096:] == data.tobytes()
+    with pytest.raises(ArtifactError, match="ends before"):
+        device.map_file(file, 4096, data.nbytes + 1)
+
+
 def test_upload_copies_and_nan_poisons_both_float_types(library: Path) -> None:
     device = CpuDevice(library, threads=1)
     memory = device.allocate(64)
