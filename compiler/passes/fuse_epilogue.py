@@ -30,7 +30,9 @@ def fuse_epilogue(graph: Graph) -> Graph:
         if node.op == "linear" and node.outputs[0] not in graph.outputs:
             body = _grown(node, graph, users, order, producers)
             if len(body) > 1:
-                region = fused("fused.linear", absorb_views(body, producers), users, graph.outputs)
+                # What the linear itself reads must lie in memory; what follows it reads views in place.
+                rest = [n for n in absorb_views(body[1:], producers) if n not in body]
+                region = fused("fused.linear", [*rest, *body], users, graph.outputs)
                 regions[node.outputs[0]] = region
                 gone |= {name for inner in body for name in inner.outputs}
     nodes = []

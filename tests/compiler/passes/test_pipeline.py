@@ -129,3 +129,14 @@ def test_regions_end_where_another_kernel_reads_between() -> None:
     fused = fuse_rowwise(small)
     assert [node.op for node in fused.nodes] == ["embed", "fused.rowwise", "linear", "fused.rowwise"]
     verify(fused, "a test")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_what_a_linear_reads_lies_in_memory(dtype: str) -> None:
+    """The rows whose logits are wanted are copied for the head's first linear, with and without rounding."""
+    fused = run_passes(llama_graph(), Numbers(dtype, dtype))  # type: ignore[arg-type]
+    made = {name for node in fused.nodes for name in node.outputs} | set(fused.inputs)
+    for node in fused.nodes:
+        for inner in node.body or (node,):
+            if inner.op == "linear":
+                assert inner.inputs[0][1:] in made
