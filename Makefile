@@ -89,7 +89,8 @@ lint: $(VENV)/dev types
 types: $(VENV)/dev
 	@mkdir -p $(NAMESPACE)/pagec
 	@for p in $(PACKAGES); do ln -sfn ../../../$$p $(NAMESPACE)/pagec/$$p; done
-	@MYPYPATH=$(NAMESPACE):tests $(BIN)/mypy --no-error-summary $(PACKAGES:%=-p pagec.%) -p support -m fetch_models
+	@MYPYPATH=$(NAMESPACE):tests:tests/bench $(BIN)/mypy --no-error-summary $(PACKAGES:%=-p pagec.%) \
+		-p support -m fetch_models -m peers -m peer_workers
 
 # By file, so that what a file compiles for its tests is compiled once.
 test: c-compiler $(VENV)/dev lint

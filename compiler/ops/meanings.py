@@ -53,7 +53,7 @@ def expert_linear(
     """x[T,K] or [T,k,K] -> [T,k,N]: each row by the experts that it has chosen."""
     rows = x[:, None].expand(-1, chosen.shape[1], -1) if x.ndim == 2 else x
     y = x.new_empty(*chosen.shape, w.shape[1])
-    for expert in chosen.unique().tolist():
+    for expert in sorted(set(chosen.flatten().tolist())):
         here = chosen == expert
         y[here] = rows[here] @ w[expert].T + (0 if b is None else b[expert])
     return y

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 Ask = tuple[list[int], int]
+BATCH_TOKENS = 2048
 Run = Callable[[Sequence[Ask]], dict[str, float]]
 
 
@@ -66,7 +67,7 @@ def llama(model: str, threads: int) -> Run:
         parameters.n_seq_max = len(asks)
         length = max(len(prompt) + output for prompt, output in asks)
         parameters.n_ctx = len(asks) * -(-length // 256) * 256
-        parameters.n_batch = 2048
+        parameters.n_batch = BATCH_TOKENS
         parameters.n_threads = parameters.n_threads_batch = threads
         context = api.llama_init_from_model(loaded, parameters)
         try:
@@ -89,7 +90,8 @@ class _Llama:
         outputs: list[list[int]] = [[] for _ in asks]
         waiting = list(range(len(asks)))
         while waiting:
-            now, room = [], 2048
+            now: list[int] = []
+            room = BATCH_TOKENS
             while waiting and (not now or len(asks[waiting[0]][0]) <= room):
                 room -= len(asks[waiting[0]][0])
                 now.append(waiting.pop(0))

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from pagec.compiler.backends.cpu.epilogue import Epilogue, plain_store
+from pagec.compiler.backends.cpu.kv_sources import KvSources
 from pagec.compiler.backends.cpu.rowwise import Code, Region
 from pagec.compiler.backends.cpu.tiles import (
     FEW_TILES,
@@ -353,7 +354,7 @@ class Lowering:
         rope = next((n for n in node.body if n.op == "rope"), None)
         cache = self.graph.types[write.outputs[0]]
         assert isinstance(cache, CacheType)
-        sources = _KvSources(node, self.graph)
+        sources = KvSources(node, self.graph)
         q, k, v = sources.find()
         outs = [name for name in node.outputs if name != write.outputs[0]]
         if len(outs) > 1:
@@ -471,40 +472,3 @@ class Lowering:
             merge = self._kernel("attention_merge", words, params, [*arrays[:3], *arrays[-2:]])
             calls.append(Call(node, "tiles", ((0, merge),), (*args[:3], *args[-2:]), ".merge"))
         return tuple(calls)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where heads lie in memory: a value, its row stride and an offset, in elements."""
-
-    name: str
-    stride: int
-    offset: int
-
-
-class _KvSources:
-    """Traces q, k and v of a kv_write region back to the buffers that hold them."""
-
-    def __init__(self, node: Node, graph: Graph) -> None:
-        self.graph = graph
-        self.body = {name: inner for inner in node.body for name in inner.outputs}
-        self.node = node
-
-    def find(self) -> tuple[_Source | None, _Source, _Source]:
-        """(q, k, v); q is None if the region only writes the cache."""
-        write = next(n for n in self.node.body if n.op == "kv_write")
-        outs = [name for name in self.node.outputs if name not in write.outputs]
-        q = self._trace(outs[0]) if outs else None
-        return q, self._trace(write.inputs[1][1:]), self._trace(write.inputs[2][1:])
-
-    def _trace(self, name: str) -> _Source:
-        offset = 0
-        while name in self.body:
-            inner = self.body[name]
-            if inner.op == "slice":
-                start = inner.attrs["start"]
-                assert isinstance(start, int)
-                offset += start * padded_last(self.graph.type(inner.inputs[0][1:]).inner)
-            place = inner.outputs.index(name) if inner.op == "rope" else 0
-            name = inner.inputs[place][1:]
-        return _Source(name, row_stride(self.graph.type(name).inner), offset)
