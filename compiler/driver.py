@@ -29,20 +29,30 @@ from pagec.compiler.backends.cpu.tiles import KEY_SPLIT, KEY_TILE
 from pagec.compiler.backends.targets import load_target
 from pagec.compiler.dims import Capacity, DType
 from pagec.compiler.errors import CompileError
-from pagec.compiler.importers import Checkpoint, TokenizerFiles, WeightSource, import_model, open_checkpoint
+from pagec.compiler.importers import (
+    Checkpoint,
+    TokenizerFiles,
+    WeightSource,
+    import_model,
+    locate,
+    open_checkpoint,
+    tokenizer_of,
+)
 from pagec.compiler.ir import Graph, to_json
 from pagec.compiler.packing import Array, pack
 from pagec.compiler.passes import Numbers, run_passes
 from pagec.compiler.plan import Plan, derive_logit_rows, make_plan
 from pagec.compiler.program import Kernel, PackedWeight, Program
 from pagec.compiler.random_weights import random_packed
-from pagec.compiler.spec import ModelSpec, build_graph, load_spec, resolved_yaml, with_max_len
+from pagec.compiler.spec import ModelSpec, build_graph, load_spec, parse_spec, resolved_yaml, with_max_len
 from pagec.compiler.target import CpuTarget
+from pagec.compiler.user_ops import load_ops
 
 DEFAULT_STEP_TOKENS: Final = 512
 DEFAULT_SEQS: Final = 64
 BLOCK_SIZE: Final = 16
 DTYPES: Final = ("bf16", "f32")
+RANDOM: Final = "random:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class CompileOptions:
     """What to compile and how; None means the default.
 
     `model`: a YAML file, a name in configs/models, a Hugging Face directory or a GGUF file. `weights`: a
-    checkpoint's path, "none" or "random:SEED".
+    checkpoint's path, "none" or "random:SEED". `ops`: Python files that register ops of the user's.
     """
 
     model: str
@@ -62,6 +72,7 @@ class CompileOptions:
     max_step_tokens: int | None = None
     max_seqs: int | None = None
     output: Path | None = None
+    ops: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +115,12 @@ def compile_model(options: CompileOptions, progress: Progress) -> CompileResult:
 
 
 def find_source(options: CompileOptions) -> Source:
-    """The spec, checkpoint and tokenizer that the options name."""
+    """The spec, checkpoint and tokenizer that the options name. The user's ops are known from here on."""
+    load_ops(options.ops)
     if options.model.endswith((".yaml", ".yml")) or configs.find("models", options.model):
         source = _from_spec(options)
     else:
-        imported = import_model(Path(options.model))
-        source = Source(imported.spec, imported.checkpoint, imported.tokenizer)
+        source = _imported(options)
     if options.max_len is not None:
         source = Source(
             with_max_len(source.spec, options.max_len),
@@ -120,28 +131,41 @@ def find_source(options: CompileOptions) -> Source:
     return _with_weights(source, options.weights)
 
 
+def _weights_path(weights: str | None) -> Path | None:
+    """The checkpoint that --weights names, if it names one."""
+    if weights is None or weights == "none" or weights.startswith(RANDOM):
+        return None
+    return locate(Path(weights))
+
+
 def _from_spec(options: CompileOptions) -> Source:
-    given = options.weights
-    checkpoint = Path(given) if given and given != "none" and not given.startswith("random:") else None
-    spec = load_spec(options.model, checkpoint)
-    if spec.checkpoint is None or given == "none" or (given or "").startswith("random:"):
+    path = _weights_path(options.weights)
+    spec = load_spec(options.model, path)
+    if spec.checkpoint is None or (path is None and options.weights is not None):
         return Source(spec, None, None)
-    return Source(spec, open_checkpoint(spec.checkpoint), import_model(spec.checkpoint).tokenizer)
+    checkpoint = open_checkpoint(locate(spec.checkpoint))
+    return Source(spec, checkpoint, tokenizer_of(checkpoint))
+
+
+def _imported(options: CompileOptions) -> Source:
+    """A checkpoint's own model; other weights may be of another kind, whose tensors have other names."""
+    imported = import_model(Path(options.model))
+    path = _weights_path(options.weights)
+    if path is None or path == imported.checkpoint.path:
+        return Source(imported.spec, imported.checkpoint, imported.tokenizer)
+    spec = parse_spec(imported.yaml_text, f"{imported.spec.name}.yaml", path)
+    return Source(spec, open_checkpoint(path), imported.tokenizer)
 
 
 def _with_weights(source: Source, weights: str | None) -> Source:
-    if weights is None:
+    if weights is None or _weights_path(weights) is not None:
         return source
     if weights == "none":
         return Source(source.spec, None, source.tokenizer)
-    if weights.startswith("random:"):
-        seed = weights.removeprefix("random:")
-        if not seed.isdecimal():
-            raise CompileError(f"{seed!r} is not a seed", place="--weights", remedy="write random:0")
-        return Source(source.spec, None, source.tokenizer, int(seed))
-    if source.checkpoint is not None and source.checkpoint.path == Path(weights):
-        return source
-    return Source(source.spec, open_checkpoint(Path(weights)), source.tokenizer)
+    seed = weights.removeprefix(RANDOM)
+    if not seed.isdecimal():
+        raise CompileError(f"{seed!r} is not a seed", place="--weights", remedy="write random:0")
+    return Source(source.spec, None, source.tokenizer, int(seed))
 
 
 # ------------------------------------------------------------------------------------- the plan
@@ -298,6 +322,7 @@ def _manifest(
         },
         "capacity": asdict(program.capacity),
         "max_len": program.max_len,
+        "ops": load_ops(options.ops),
         "kv": {
             **asdict(program.kv),
             "block_bytes": program.kv.block_bytes,
@@ -318,7 +343,7 @@ def cache_root() -> Path:
 
 
 def _cache_path(source: Source, options: CompileOptions, target: CpuTarget) -> Path:
-    chosen = {key: value for key, value in asdict(options).items() if key not in ("model", "output")}
+    chosen = {key: value for key, value in asdict(options).items() if key not in ("model", "output", "ops")}
     inputs = {
         "format": artifacts.FORMAT,
         "code": _code_digest(),
@@ -326,6 +351,7 @@ def _cache_path(source: Source, options: CompileOptions, target: CpuTarget) -> P
         "spec": resolved_yaml(source.spec),
         "target": target.to_json(),
         "options": chosen,
+        "ops": load_ops(options.ops),
         "seed": source.random_seed,
         "checkpoint": _fingerprint(source.checkpoint.path) if source.checkpoint else None,
     }

@@ -99,13 +99,13 @@ class Packer:
         steps = Layout(self.graph.weights[name].inner[1:]).steps(1)
         return self._add(name, [*steps, ("round", ())] if dtype == "bf16" else steps, dtype), False
 
-    def rope_table(self, frequencies: tuple[float, ...], length: int) -> str:
-        """Cosines and sines for these frequencies."""
+    def rope_table(self, frequencies: tuple[float, ...], length: int, scale: float) -> str:
+        """Cosines and sines for these frequencies, times `scale`."""
         for table in self.tables.values():
-            if table.frequencies == frequencies:
+            if (table.frequencies, table.scale) == (frequencies, scale):
                 return table.name
         name = f"rope{len(self.tables)}"
-        self.tables[name] = RopeTable(name, frequencies, length)
+        self.tables[name] = RopeTable(name, frequencies, length, scale)
         return name
 
     def _add(self, name: str, steps: list[Step], dtype: DType) -> str:

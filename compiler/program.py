@@ -90,11 +90,13 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Cosines, then sines: float32 [2, length, pairs], from `frequencies` (radians per position)."""
+    """Cosines, then sines: float32 [2, length, pairs], from `frequencies` (radians per position), times
+    `scale`."""
 
     name: str
     frequencies: tuple[float, ...]
     length: int
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,9 @@ class Program:
             slots=tuple(Slot(**s) for s in data["slots"]),
             buffers=tuple(Buffer(**{**b, "inner": tuple(b["inner"])}) for b in data["buffers"]),
             weights=tuple(_weight_from_json(w) for w in data["weights"]),
-            tables=tuple(RopeTable(t["name"], tuple(t["frequencies"]), t["length"]) for t in data["tables"]),
+            tables=tuple(
+                RopeTable(t["name"], tuple(t["frequencies"]), t["length"], t["scale"]) for t in data["tables"]
+            ),
             scratch_bytes=data["scratch_bytes"],
             kernels=tuple(Kernel(**{**k, "signature": tuple(k["signature"])}) for k in data["kernels"]),
             body=_launches_from_json(data["body"]),

@@ -1,12 +1,13 @@
-"""Rotary position embedding (Su et al. 2021): settings, frequencies, and the table of cosines and sines.
+"""Rotary position embedding (Su et al. 2021): its settings, and the table of cosines and sines.
 
-Frequencies and angles are formed in float32, in the steps of Hugging Face transformers, since at position
-100,000 another rounding of an angle is a visible difference. The cosine of a float32 angle is taken in
-float64 and rounded once, which makes the table independent of any library's float32 cosine.
+Frequencies are made at compile time (ops/frequencies.py); angles are formed in float32, as in Hugging Face
+transformers. The cosine of a float32 angle is taken in float64 and rounded once, which makes the table
+independent of any library's float32 cosine.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,118 +16,171 @@ import numpy as np
 import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
+_OLD_LENGTH: Final = "original_max_position_embeddings"
 # What each kind needs beside base and dims.
 SCALING: Final[Mapping[str, tuple[str, ...]]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "dynamic": ("factor", _OLD_LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _OLD_LENGTH),
+    "yarn": ("factor", _OLD_LENGTH),
+    "longrope": ("short_factor", "long_factor", _OLD_LENGTH),
     "factors": ("factors",),  # one divisor for each frequency, as GGUF files carry them
+}
+# What it may be given beside.
+OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor", "factor"),
 }
 KINDS: Final = tuple(SCALING)
 
 
+def settings_of(kind: str) -> tuple[str, ...]:
+    """All settings that a kind reads beside base, dims, kind and interleaved."""
+    return (*SCALING.get(kind, ()), *OPTIONAL.get(kind, ()))
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`dims` of each head are turned; `scaling` holds what the kind needs (factor, ...)."""
+    """`dims` of each head are turned; cosines and sines are multiplied by `scale`; `scaling` holds what the
+    kind needs (factor, ...)."""
 
     base: float
     dims: int
     kind: str = "default"
     interleaved: bool = False
+    scale: float = 1.0
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def from_attrs(attrs: Mapping[str, Any]) -> RopeConfig:
         """From a rope node's attributes."""
-        own = {"base", "dims", "kind", "interleaved"}
+        own = {"base", "dims", "kind", "interleaved", "scale"}
         return RopeConfig(
             base=float(attrs["base"]),
             dims=int(attrs["dims"]),
             kind=str(attrs.get("kind", "default")),
             interleaved=bool(attrs.get("interleaved", False)),
+            scale=float(attrs.get("scale", 1.0)),
             scaling={key: value for key, value in attrs.items() if key not in own},
         )
 
 
-def checked_attrs(settings: Mapping[str, Any]) -> dict[str, Any]:
+def checked_attrs(settings: Mapping[str, Any], length: int, model_length: int) -> dict[str, Any]:
     """A map of rope settings as a rope node's attributes, in one order and without what is the default.
 
-    ValueError names a setting that is missing, unknown to the kind, or of a wrong type.
+    `length` is the artifact's maximum length, `model_length` the model's own: what depends on a sequence's
+    length is fixed here, or chunking a prompt would change results. Thus "dynamic" becomes another base, and
+    "longrope" one of its two lists. ValueError names a setting that is missing, unknown to the kind, or of a
+    wrong type.
     """
     kind = settings.get("kind", "default")
     if not isinstance(kind, str) or kind not in SCALING:
         raise ValueError(f"there is no rope kind {kind!r}; known: {', '.join(KINDS)}")
-    unknown = [key for key in settings if key not in ("base", "dims", "kind", "interleaved", *SCALING[kind])]
+    known = ("base", "dims", "kind", "interleaved", *settings_of(kind))
+    unknown = [key for key in settings if key not in known]
     if unknown:
         raise ValueError(f"rope of kind {kind} takes no {', '.join(unknown)}")
-    attrs: dict[str, Any] = {"base": _positive(settings, "base"), "dims": settings.get("dims")}
-    if not isinstance(attrs["dims"], int) or isinstance(attrs["dims"], bool) or attrs["dims"] < 2:
-        raise ValueError(f"rope's dims must be a positive even number, not {attrs['dims']!r}")
-    if kind != "default":
+    attrs: dict[str, Any] = {"base": _positive(settings, "base"), "dims": _dims(settings)}
+    if kind not in ("default", "dynamic"):
         attrs["kind"] = kind
-    interleaved = settings.get("interleaved", False)
-    if not isinstance(interleaved, bool):
-        raise ValueError(f"rope's interleaved must be true or false, not {interleaved!r}")
-    if interleaved:
+    if _flag(settings, "interleaved", False):
         attrs["interleaved"] = True
-    for key in SCALING[kind]:
-        attrs[key] = _factors(settings, attrs["dims"]) if key == "factors" else _positive(settings, key)
-    if kind == "llama3" and attrs["high_freq_factor"] <= attrs["low_freq_factor"]:
-        raise ValueError("rope's high_freq_factor must be above its low_freq_factor")
+    attrs |= _scaling_attrs(kind, settings, attrs, length, model_length)
     return attrs
 
 
-def _positive(settings: Mapping[str, Any], key: str) -> float:
+def _scaling_attrs(
+    kind: str, settings: Mapping[str, Any], attrs: Mapping[str, Any], length: int, model_length: int
+) -> dict[str, Any]:
+    match kind:
+        case "dynamic":
+            return {"base": _dynamic_base(settings, attrs, length)}
+        case "longrope":
+            return _longrope(settings, attrs["dims"], length, model_length)
+        case "factors":
+            return {"factors": _factors(settings, "factors", attrs["dims"])}
+    found: dict[str, Any] = {key: _positive(settings, key) for key in SCALING[kind]}
+    if kind == "llama3" and found["high_freq_factor"] <= found["low_freq_factor"]:
+        raise ValueError("rope's high_freq_factor must be above its low_freq_factor")
+    if kind == "yarn":
+        found["beta_fast"] = _positive(settings, "beta_fast", 32.0)
+        found["beta_slow"] = _positive(settings, "beta_slow", 1.0)
+        found["truncate"] = _flag(settings, "truncate", True)
+        found |= _scale(_yarn_scale(settings, found["factor"]))
+    return found
+
+
+def _dynamic_base(settings: Mapping[str, Any], attrs: Mapping[str, Any], length: int) -> float:
+    """The "NTK" base (reddit, u/emozilla 2023) for sequences of the artifact's length."""
+    factor, old_length = _positive(settings, "factor"), _positive(settings, _OLD_LENGTH)
+    dims = attrs["dims"]
+    if dims == 2:
+        raise ValueError("rope of kind dynamic needs more than 2 dims")
+    stretch = (factor * max(length, old_length) / old_length) - (factor - 1)
+    return float(attrs["base"] * stretch ** (dims / (dims - 2)))
+
+
+def _longrope(settings: Mapping[str, Any], dims: int, length: int, model_length: int) -> dict[str, Any]:
+    short, long = (_factors(settings, key, dims) for key in ("short_factor", "long_factor"))
+    old_length = _positive(settings, _OLD_LENGTH)
+    factor = _positive(settings, "factor", model_length / old_length)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(old_length))
+    scale = _positive(settings, "attention_factor", scale)
+    return {"factors": long if length > old_length else short, **_scale(scale)}
+
+
+def _yarn_scale(settings: Mapping[str, Any], factor: float) -> float:
+    def of(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    default = of(1.0)
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        default = of(_positive(settings, "mscale")) / of(_positive(settings, "mscale_all_dim"))
+    return _positive(settings, "attention_factor", default)
+
+
+def _scale(value: float) -> dict[str, float]:
+    return {} if value == 1.0 else {"scale": value}
+
+
+def _positive(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = settings.get(key)
+    if value is None and default is not None:
+        return default
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return float(value)
     raise ValueError(f"rope's {key} must be a number above zero, not {value!r}")
 
 
-def _factors(settings: Mapping[str, Any], dims: int) -> tuple[float, ...]:
-    values = settings.get("factors")
+def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = settings.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"rope's {key} must be true or false, not {value!r}")
+    return value
+
+
+def _dims(settings: Mapping[str, Any]) -> int:
+    """A share of a head, head_dim * 0.25, may come as a whole float."""
+    dims = settings.get("dims")
+    dims = int(dims) if isinstance(dims, float) and dims.is_integer() else dims
+    if not isinstance(dims, int) or isinstance(dims, bool) or dims < 2:
+        raise ValueError(f"rope's dims must be a positive even number, not {dims!r}")
+    return dims
+
+
+def _factors(settings: Mapping[str, Any], key: str, dims: int) -> tuple[float, ...]:
+    values = settings.get(key)
     if not isinstance(values, tuple) or len(values) != dims // 2:
-        raise ValueError(f"rope's factors must be a list of {dims // 2} numbers, one for each pair of dims")
-    return tuple(_positive({"factors": value}, "factors") for value in values)
+        raise ValueError(f"rope's {key} must be a list of {dims // 2} numbers, one for each pair of dims")
+    return tuple(_positive({key: value}, key) for value in values)
 
 
-def frequencies(config: RopeConfig) -> F32:
-    """Radians per position for each of the dims/2 pairs."""
-    exponents = np.arange(0, config.dims, 2, dtype=np.float32) / np.float32(config.dims)
-    inverse: F32 = np.divide(1, np.power(np.float32(config.base), exponents), dtype=np.float32)
-    match config.kind:
-        case "default":
-            return inverse
-        case "linear":
-            linear: F32 = np.divide(inverse, np.float32(config.scaling["factor"]), dtype=np.float32)
-            return linear
-        case "llama3":
-            return _llama3(inverse, config.scaling)
-        case "factors":
-            divided: F32 = np.divide(inverse, np.float32(config.scaling["factors"]), dtype=np.float32)
-            return divided
-    raise ValueError(f"no rope kind {config.kind!r}; known: {', '.join(KINDS)}")
-
-
-def _llama3(inverse: F32, scaling: Mapping[str, Any]) -> F32:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    old_len = float(scaling["original_max_position_embeddings"])
-    wavelength = np.float32(2 * np.pi) / inverse
-    smooth = (np.float32(old_len) / wavelength - np.float32(low)) / np.float32(high - low)
-    stretched = inverse / np.float32(factor)
-    blended = (np.float32(1) - smooth) * stretched + smooth * inverse
-    long, short = wavelength > old_len / low, wavelength < old_len / high
-    return np.where(long, stretched, np.where(short, inverse, blended)).astype(np.float32)
-
-
-def cos_sin(config: RopeConfig, length: int) -> tuple[F32, F32]:
-    """Tables [length, dims/2] of the cosine and sine of position x frequency."""
-    return cos_sin_of(frequencies(config), length)
-
-
-def cos_sin_of(inverse: F32, length: int) -> tuple[F32, F32]:
-    """The same from given frequencies; what the runtime computes at load."""
+def cos_sin_of(inverse: F32, length: int, scale: float = 1.0) -> tuple[F32, F32]:
+    """Tables [length, dims/2] of the cosine and sine of position x frequency; made at load."""
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse[None, :]
     wide = angles.astype(np.float64)
-    return np.cos(wide).astype(np.float32), np.sin(wide).astype(np.float32)
+    cos, sin = np.cos(wide).astype(np.float32), np.sin(wide).astype(np.float32)
+    return (cos, sin) if scale == 1.0 else (cos * np.float32(scale), sin * np.float32(scale))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ from pagec.compiler.passes import Numbers, run_passes
 from pagec.compiler.plan import Plan, make_plan
 from pagec.compiler.program import Kernel, Launch, Program
 from pagec.compiler.target import CpuTarget
+from pagec.compiler.user_ops import check_known, load_ops
 
 
-def show(what: str, model: str, as_json: bool) -> str:
-    """`what`: graph, fused, plan or kernels; `model`: an artifact, or anything that can be compiled."""
+def show(what: str, model: str, as_json: bool, ops: Iterable[Path] = ()) -> str:
+    """`what`: graph, fused, plan or kernels; `model`: an artifact, or anything that can be compiled.
+
+    `ops`: Python files that register ops of the user's.
+    """
+    load_ops(ops)
     graph, plan, target = _load(model)
     match what:
         case "graph" | "fused":
@@ -53,6 +59,7 @@ def _load(model: str) -> tuple[Graph, Plan, CpuTarget]:
 def plan_of(artifact: Artifact) -> Plan:
     """An artifact's plan, made again from its graph."""
     graph, numerics = artifact.graph(), artifact.manifest["numerics"]
+    check_known(graph, str(artifact.path))
     program = artifact.program
     return make_plan(
         graph,

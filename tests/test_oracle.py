@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from support import oracle
 
 Case = tuple[str, dict[str, Any]]
@@ -168,3 +169,56 @@ def test_experts(name: str, tmp_path: Path) -> None:
     assert int(both.sum()) > 100
     own, allowed = (oracle.mean_kl(expected[both], other[both]) for other in (mine, rounded))
     assert own <= 1.5 * allowed
+
+
+# -------------------------------------------------------------- architectures by YAML alone
+
+FAMILIES = Path(__file__).parent / "families"
+PLAIN = {"vocab": 320, "hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "inter": 192, "max_len": 1024}
+# The model type of transformers' and its settings; what the spec says beside PLAIN.
+BY_YAML: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "olmo2": ("olmo2", {}, {"norm_eps": 1e-5, "rope": {"base": 10000.0}}),
+    "olmo2, heads of 20": (
+        "olmo2",
+        {"hidden_size": 80, "rms_norm_eps": 1e-6},
+        {"hidden": 80, "norm_eps": 1e-6},
+    ),
+    "phi": ("phi", {"num_key_value_heads": 4}, {"kv_heads": 4}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+        {"embed_scale": 3.0, "attn_scale": 0.2, "residual_scale": 0.5, "logit_scale": 2.0},
+    ),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": 0},
+        {"layers": 4, "tied": True, "rope": {"base": 2000000.0}},
+    ),
+    "cohere": (
+        "cohere",
+        {"logit_scale": 0.5, "use_qk_norm": True, "pad_token_id": 0, "initializer_range": 0.2},
+        {"norm_eps": 1e-5, "logit_scale": 0.5, "tied": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_YAML)
+def test_architectures_by_yaml_alone(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("tvm")
+    kind, changes, params = BY_YAML[name]
+    directory = oracle.save_random(tmp_path / "model", kind, **changes)
+    spec = {"extends": str(FAMILIES / f"{name.split(',')[0]}.yaml"), "checkpoint": str(directory)}
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(spec | {"params": PLAIN | params}))
+    inputs = oracle.prompts(320)
+    expected = oracle.theirs(oracle.load(directory, torch.float32), inputs)
+    exact = oracle.ours(oracle.compiled(tmp_path / "m.yaml", tmp_path / "f32", "f32"), inputs)
+    assert expected.std() > 0.5
+    assert float((exact - expected).abs().max()) < 1e-3
+    mine = oracle.ours(oracle.compiled(tmp_path / "m.yaml", tmp_path / "bf16", "bf16"), inputs)
+    rounded = oracle.theirs(oracle.load(directory, torch.bfloat16), inputs)
+    assert oracle.mean_kl(expected, mine) <= 1.5 * oracle.mean_kl(expected, rounded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagec.compiler.importers.checkpoint import Checkpoint, WeightSource
 from pagec.compiler.importers.formats import open_checkpoint
-from pagec.compiler.importers.model import Imported, import_model
+from pagec.compiler.importers.model import Imported, import_model, locate
 from pagec.compiler.importers.tokenizer import TokenizerFiles, tokenizer_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "TokenizerFiles",
     "WeightSource",
     "import_model",
+    "locate",
     "open_checkpoint",
     "tokenizer_of",
 ]

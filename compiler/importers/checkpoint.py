@@ -43,8 +43,7 @@ class WeightSource:
 
     def check(self) -> None:
         """CheckpointError lists the tensors that are missing, surplus, or of another shape."""
-        problems = [p for weight in self.spec.weights.values() for p in self._problems_of(weight)]
-        problems += self._surplus()
+        problems = self.problems()
         if problems:
             more = [f"... and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
             raise CheckpointError(
@@ -52,6 +51,11 @@ class WeightSource:
                 place=str(self.checkpoint.path),
                 remedy="use the spec that `pagec import` gives for it, or mend the weights section",
             )
+
+    def problems(self) -> list[str]:
+        """What does not fit, tensor by tensor."""
+        found = [p for weight in self.spec.weights.values() for p in self._problems_of(weight)]
+        return found + self._surplus()
 
     def get(self, name: str) -> F32:
         """A weight in its logical shape, float32, contiguous. `name` may be an alias."""

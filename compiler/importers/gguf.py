@@ -1,7 +1,8 @@
-"""GGUF files: metadata, and tensors dequantised to float32 (the `gguf` package reads both)."""
+"""GGUF checkpoints: metadata, and tensors dequantised to float32 (by the `gguf` package)."""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,23 @@ import numpy.typing as npt
 
 from pagec.compiler.errors import CheckpointError
 from pagec.compiler.importers.checkpoint import Checkpoint
+from pagec.compiler.importers.gguf_file import GgufError, GgufFile, GgufTensor, shortest
 
 
 class GgufCheckpoint:
     """A GGUF file. Files list shapes reversed; here they read rows first."""
 
     def __init__(self, path: Path) -> None:
-        import gguf
-
         self.path = path
         try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
+            self._file = GgufFile(path)
+            for tensor in self._file.tensors.values():
+                self._bytes(tensor)
+        except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise CheckpointError(
                 f"not a GGUF file that can be read: {reason}", place=str(path), remedy="fetch it again"
             ) from error
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         parts = self.value("split.count")
         if isinstance(parts, int) and parts > 1:
             raise CheckpointError(
@@ -36,45 +37,45 @@ class GgufCheckpoint:
             )
 
     def value(self, key: str) -> Any:
-        """A metadata value; None if there is none.
-
-        A float32 becomes the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06, is
-        what was meant.
-        """
-        field = self._reader.fields.get(key)
-        if field is None:
-            return None
-        value = field.contents()
-        if field.types[-1].name == "FLOAT32":
-            return [_shortest(v) for v in value] if isinstance(value, list) else _shortest(value)
-        return value
+        """A metadata value; None if there is none."""
+        return self._file.values[key]() if self.has(key) else None
 
     def has(self, key: str) -> bool:
-        return key in self._reader.fields
+        return key in self._file.values
 
     def names(self) -> set[str]:
-        return set(self._tensors)
+        return set(self._file.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+        return self._file.tensors[name].shape
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        from gguf import quants
+        from gguf import GGMLQuantizationType, quants
 
-        tensor = self._tensors[name]
+        tensor = self._file.tensors[name]
+        kind = GGMLQuantizationType(tensor.type)
+        rows = self._bytes(tensor).reshape(*tensor.shape[:-1], -1)
         try:
-            array = quants.dequantize(tensor.data, tensor.tensor_type)
+            array = quants.dequantize(rows.view(_PLAIN.get(kind.name, np.uint8)), kind)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{name} is stored as {tensor.tensor_type.name}, which cannot be dequantised",
+                f"{name} is stored as {kind.name}, which cannot be dequantised",
                 place=str(self.path),
                 remedy="use another quantisation of the model",
             ) from error
-        return np.asarray(array, dtype=np.float32).reshape(self.shape(name))
+        return np.asarray(array, dtype=np.float32).reshape(tensor.shape)
+
+    def _bytes(self, tensor: GgufTensor) -> Any:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+        if prod(tensor.shape) % elements:
+            raise GgufError(f"{tensor.name} has no whole number of blocks of {elements}")
+        return self._file.bytes_of(tensor, prod(tensor.shape) // elements * size)
 
 
-def _shortest(value: float) -> float:
-    return float(str(np.float32(value)))
+# Types that are stored as numbers.
+_PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 
 
 class GgufFacts:
@@ -92,7 +93,7 @@ class GgufFacts:
         if not isinstance(found, list):
             return found
         if len(set(map(str, found))) == 1:
-            return found[0]
+            return shortest(found[0]) if isinstance(found[0], float) else found[0]
         raise CheckpointError(
             f"{key.replace('{arch}', self.architecture)} differs from layer to layer: {found!r:.80}",
             place=self.place,

@@ -29,11 +29,11 @@ import numpy as np
 from pagec import configs
 from pagec.compiler.errors import CheckpointError
 from pagec.compiler.importers.checkpoint import Checkpoint
-from pagec.compiler.rope import SCALING
+from pagec.compiler.rope import KINDS, settings_of
 from pagec.compiler.spec.expr import suggestion
 from pagec.compiler.spec.family import Document, must_be_map, read_document, section_of
 from pagec.compiler.spec.naming import Kind, named_for
-from pagec.compiler.spec.source import Problems, to_plain
+from pagec.compiler.spec.source import Problems, Scalar, to_plain
 
 _KIND_KEY: Final[Mapping[Kind, str]] = {"hf": "model_type", "gguf": "arch"}
 _KEYS: Final = ("params", "words", "defaults", "expects", "layer_types", "names", "stored", "ignore")
@@ -108,13 +108,23 @@ def import_map(family: str, document: Document, kind: Kind) -> ImportMap | None:
     return ImportMap(
         family,
         tuple(map(str, _listed(to_plain(own)))),
-        {name: _listed(sources) for name, sources in plain.get("params", {}).items()},
+        {
+            name: _listed(sources)
+            for name, sources in plain.get("params", {}).items()
+            if not _is_inside_expression(name, document)
+        },
         plain.get("words", {}),
         plain.get("defaults", {}),
         {key: _listed(values) for key, values in plain.get("expects", {}).items()},
         plain.get("layer_types", {}),
         tuple(tuple(map(str, _listed(w["name"]))) for w in weights.values() if "when" not in w),
     )
+
+
+def _is_inside_expression(name: str, document: Document) -> bool:
+    """Whether "rope.base" is inherited by a family whose rope is an expression: there is no map to fill."""
+    root = section_of(document.tree, "params").get(name.split(".")[0])
+    return "." in name and isinstance(root, Scalar)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -145,9 +155,11 @@ def _without_unused_scaling(value: Any) -> Any:
     """A map of rope settings without those that only other kinds read (configs often carry them along)."""
     if not isinstance(value, dict):
         return value
-    used = SCALING.get(value.get("kind", "default"))
-    scaling = {key for keys in SCALING.values() for key in keys}
-    return value if used is None else {k: v for k, v in value.items() if k in used or k not in scaling}
+    kind = value.get("kind", "default")
+    scaling = {key for known in KINDS for key in settings_of(known)}
+    if kind not in KINDS:
+        return value
+    return {k: v for k, v in value.items() if k in settings_of(kind) or k not in scaling}
 
 
 def imported_layer_types(mapping: ImportMap, facts: Facts) -> list[str] | None:
@@ -223,25 +235,29 @@ def choose(maps: list[ImportMap], kind: str | None, facts: Facts, what: str) -> 
     )
 
 
+def nearest(maps: list[ImportMap], facts: Facts) -> ImportMap:
+    """The family of which the checkpoint has the greatest shares of keys and tensors."""
+
+    def share(mapping: ImportMap) -> float:
+        keys, tensors = matches(mapping, facts)
+        return keys / max(1, len(mapping.params)) + tensors / max(1, len(mapping.tensors))
+
+    return max(maps, key=share)
+
+
 def _nearest(maps: list[ImportMap], facts: Facts) -> str:
     if not maps:
         return "write a family with an import section"
-    found = {mapping.family: _matches(mapping, facts) for mapping in maps}
-
-    def share(mapping: ImportMap) -> float:
-        keys, tensors = found[mapping.family]
-        return keys / max(1, len(mapping.params)) + tensors / max(1, len(mapping.tensors))
-
-    best = max(maps, key=share)
-    keys, tensors = found[best.family]
+    best = nearest(maps, facts)
+    keys, tensors = matches(best, facts)
     return (
         f"the nearest family is {best.family!r}: it finds {keys} of its {len(best.params)} config keys and "
         f"{tensors} of its {len(best.tensors)} tensors here. Write a family with 'extends: {best.family}' "
-        "that says what differs, and name this kind in its import section"
+        "that says what differs, and name this kind in its import section; `pagec import --draft` begins it"
     )
 
 
-def _matches(mapping: ImportMap, facts: Facts) -> tuple[int, int]:
+def matches(mapping: ImportMap, facts: Facts) -> tuple[int, int]:
     """How many of a family's params have a key here, and how many of its weights a tensor."""
     keys = sum(
         any(isinstance(source, str) and facts.has(source) for source in sources)

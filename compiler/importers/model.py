@@ -36,7 +36,7 @@ class Imported:
 
 def import_model(path: Path) -> Imported:
     """The model of a checkpoint; CheckpointError if no family fits or something is wrong with its files."""
-    path = _located(path)
+    path = locate(path)
     facts: HfFacts | GgufFacts
     if path.suffix == ".gguf":
         facts = GgufFacts(path)
@@ -65,7 +65,7 @@ def import_model(path: Path) -> Imported:
     return Imported(text, spec, facts.checkpoint, tokenizer_of(facts.checkpoint))
 
 
-def _located(path: Path) -> Path:
+def locate(path: Path) -> Path:
     """The GGUF file, or the directory with config.json, that a path means."""
     if path.suffix == ".safetensors" or path.name == "config.json":
         path = path.parent
@@ -88,16 +88,16 @@ def _spec_text(
     name: str, family: str, path: Path, params: dict[str, Any], layer_types: list[str] | None
 ) -> str:
     data: dict[str, Any] = {"name": name, "extends": family, "checkpoint": str(path.resolve())}
-    data["params"] = {key: _as_expression(value, key) for key, value in params.items()}
+    data["params"] = {key: as_expression(value, key) for key, value in params.items()}
     if layer_types is not None:
         data["layer_types"] = layer_types
     return yaml.safe_dump(data, sort_keys=False, width=10**6, allow_unicode=True)
 
 
-def _as_expression(value: Any, key: str) -> Any:
+def as_expression(value: Any, key: str) -> Any:
     """A value as a spec writes it: words in quotes of their own, but for those that stand as they are."""
     if isinstance(value, dict):
-        return {k: _as_expression(v, k) for k, v in value.items()}
+        return {k: as_expression(v, k) for k, v in value.items()}
     return repr(value) if isinstance(value, str) and key not in WORD_KEYS else value
 
 

@@ -9,6 +9,8 @@ dtypes are; `cast` alone rounds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pagec.compiler.ops.table  # noqa: F401  (fills OPS)
 from pagec.compiler.ops.op import (
     ACTIVATIONS,
@@ -24,6 +26,17 @@ from pagec.compiler.ops.op import (
     register,
     run,
 )
+from pagec.compiler.ops.shapes import elementwise_rule, same
+
+
+def elementwise(name: str, params: Sequence[Param], *, meaning: Meaning, scalar: str) -> Op:
+    """An op that works element by element: its result has the shape of its first operand.
+
+    Further operands are values of that shape, or weights that spread over its last axis. `scalar` is the
+    expression of one element: "x * sigmoid(beta * x)".
+    """
+    return Op(name, tuple(params), elementwise_rule, meaning, rowwise=True, scalar=scalar)
+
 
 __all__ = [
     "ACTIVATIONS",
@@ -35,7 +48,9 @@ __all__ = [
     "Param",
     "ShapeError",
     "ShapeRule",
+    "elementwise",
     "infer",
     "register",
     "run",
+    "same",
 ]

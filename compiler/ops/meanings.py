@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from pagec.compiler.ops.frequencies import frequencies
 from pagec.compiler.ops.shapes import expert_lists_width
-from pagec.compiler.rope import RopeConfig, cos_sin
+from pagec.compiler.rope import RopeConfig, cos_sin_of
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ def rope(
     import torch
 
     config = RopeConfig.from_attrs(settings)
-    cos_np, sin_np = cos_sin(config, int(positions.max()) + 1)
+    cos_np, sin_np = cos_sin_of(frequencies(config), int(positions.max()) + 1, config.scale)
     cos, sin = (torch.from_numpy(t).to(q.device)[positions.long()][:, None] for t in (cos_np, sin_np))
 
     def turn(x: torch.Tensor) -> torch.Tensor:

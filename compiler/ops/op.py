@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pagec.compiler.ir import Attr, ValueType
@@ -60,6 +61,9 @@ class Op:
     one tensor, or a tuple of as many as there are results. `rowwise`: each row's result depends on that
     row alone, element by element or through a reduction over the last axis. `internal`: made by passes,
     not to be written in a spec.
+
+    How a backend computes an op of a user's: `scalar`, an expression over its parameters for one element (for
+    ops that work element by element), or `templates`, a kernel template for each backend ("cpu").
     """
 
     name: str
@@ -68,6 +72,8 @@ class Op:
     meaning: Meaning
     rowwise: bool = False
     internal: bool = False
+    scalar: str = ""
+    templates: Mapping[str, Path] = field(default_factory=dict)
 
     def tensor_params(self) -> tuple[Param, ...]:
         """The parameters that stand in a node's `inputs`, in order."""

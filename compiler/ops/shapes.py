@@ -30,6 +30,13 @@ def same(types: Sequence[ValueType], attrs: Attrs) -> Sequence[Type]:  # noqa: A
     return [Type(x.rows, x.inner, "f32")]
 
 
+def elementwise_rule(types: Sequence[ValueType], attrs: Attrs) -> Sequence[Type]:
+    """Further operands have the shape of the first, or spread over its last axes."""
+    for other in types[1:]:
+        arithmetic([types[0], other], attrs)
+    return same(types, attrs)
+
+
 def arithmetic(types: Sequence[ValueType], attrs: Attrs) -> Sequence[Type]:
     x = _tensor(types[0], "the left operand")
     if len(types) == 1:

@@ -237,6 +237,8 @@ class _Expression(Evaluator):
         identity = _IDENTITY_IF_NONE.get(op.name)
         if identity is not None and self.visit(given[identity]) is None:
             return self.instead(node, given[op.params[0].name])
+        if op.name == "rope" and self.visit(given["rope"]) is None:  # a layer without positions
+            return tuple(self._tensor(given[p.name], op, p) for p in op.params[:2])
         inputs = self._inputs(node, op, given)
         attrs: dict[str, Attr] = {}
         for param in op.params:
@@ -338,7 +340,7 @@ class _Expression(Evaluator):
                 node, "rope's settings must be a map", "give a param like {base: 10000.0, dims: head_dim}"
             )
         try:
-            return checked_attrs(value)
+            return checked_attrs(value, self.builder.spec.max_len, self.builder.scope.get("max_len"))
         except ValueError as error:
             raise self.error(node, str(error), "mend the rope param") from None
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagec import configs
+from pagec.compiler.errors import SpecError
 from pagec.compiler.spec import weights as weights_section
-from pagec.compiler.spec.expr import suggestion
+from pagec.compiler.spec.expr import is_number, suggestion
 from pagec.compiler.spec.family import Document, document_of, merged, read_text, section_of, text_of
 from pagec.compiler.spec.names import SIZES, Reach, check_names, reach
 from pagec.compiler.spec.naming import named_for
@@ -142,11 +143,23 @@ def _max_len(tree: Map, scope: Scope, own: int) -> int:
     if node is None:
         return own
     asked = scope.size(node, "max_len")
+    own = _reach(scope, own)
     if asked > own:
         raise node.place.error(
             f"a maximum length of {asked} is beyond the model's {own}", f"ask for {own} at most"
         )
     return asked
+
+
+def _reach(scope: Scope, own: int) -> int:
+    """How far positions go: the model's own length, `factor` times as far with rope of kind dynamic."""
+    try:
+        rope = scope.get("rope") if "rope" in scope else None
+    except SpecError:
+        return own
+    if not isinstance(rope, dict) or rope.get("kind") != "dynamic" or not is_number(rope.get("factor")):
+        return own
+    return max(own, int(own * rope["factor"]))
 
 
 def _values(parts: Outline, used: Reach, scope: Scope, problems: Problems) -> dict[str, Any]:

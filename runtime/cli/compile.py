@@ -18,6 +18,11 @@ ModelArgument = Annotated[
     ),
 ]
 
+OpsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--ops", metavar="FILE.py", help="Registers ops of your own; it is run as code."),
+]
+
 
 def command(
     model: ModelArgument,
@@ -42,6 +47,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Artifact directory.", show_default="a cache")
     ] = None,
+    ops: OpsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compile a model into an artifact.
@@ -63,6 +69,7 @@ def command(
         max_step_tokens=max_step_tokens,
         max_seqs=max_seqs,
         output=output,
+        ops=tuple(ops or ()),
     )
     with progress_display() as progress:
         result = compile_model(options, progress)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pagec.runtime.cli.compile import OpsOption
 from pagec.runtime.cli.console import JsonFlag, print_json
 
 
@@ -24,6 +25,7 @@ class Subject(StrEnum):
 def command(
     what: Annotated[Subject, typer.Argument(help="Which stage.")],
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_ARTIFACT")],
+    ops: OpsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show a model's graph, its fused graph, its plan (bytes and FLOPs), its kernels, or a manifest.
@@ -35,7 +37,7 @@ def command(
         return
     from pagec.compiler.show import show
 
-    typer.echo(show(what.value, model, as_json), nl=False)
+    typer.echo(show(what.value, model, as_json, ops or ()), nl=False)
 
 
 def _show_manifest(path: Path, as_json: bool) -> None:

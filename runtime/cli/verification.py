@@ -23,6 +23,7 @@ from pagec.compiler.ir import CacheType, Node, Type
 from pagec.compiler.packing import buffer_to_rows, from_bf16, kv_elements, rows_to_buffer, to_bf16, unpack
 from pagec.compiler.passes import Numbers, run_passes
 from pagec.compiler.program import Buffer, Launch
+from pagec.compiler.user_ops import check_known
 from pagec.runtime.batch import build_batch
 from pagec.runtime.device.cpu import CpuDevice
 from pagec.runtime.runner import Runner
@@ -62,6 +63,7 @@ class Verification:
         self.program = program = self.artifact.program
         self.rng = np.random.default_rng(seed if seed >= 0 else int(time.time()) // 86400)
         self.graph = self.artifact.graph()
+        check_known(self.graph, str(path))
         numerics = self.artifact.manifest["numerics"]
         self.numbers = Numbers(numerics["dtype"], numerics["kv_dtype"])
         self.fused = run_passes(self.graph, self.numbers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagec.runtime.cli.compile import OpsOption
 from pagec.runtime.cli.console import JsonFlag, print_json, progress_display
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def command(
         typer.Option(help="Weights for an artifact without: a path, or random:SEED.", show_default="its own"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs; another every day.")] = -1,
+    ops: OpsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Check every kernel and the whole model on fresh random inputs of several sizes.
@@ -31,7 +33,7 @@ def command(
     An error is given in units of what the arithmetic allows: 1 is the bound. Exits with 1 if one is beyond.
     """
     with progress_display() as progress:
-        rows = verify_artifact(artifact, weights=weights, seed=seed, progress=progress)
+        rows = verify_artifact(artifact, weights=weights, seed=seed, ops=ops or (), progress=progress)
     if as_json:
         print_json([{**asdict(row), "ok": row.ok} for row in rows])
     else:
@@ -45,11 +47,18 @@ def command(
 
 
 def verify_artifact(
-    path: Path, *, weights: str | None = None, seed: int = -1, progress: Callable[[str, int, int], None]
+    path: Path,
+    *,
+    weights: str | None = None,
+    seed: int = -1,
+    ops: Iterable[Path] = (),
+    progress: Callable[[str, int, int], None],
 ) -> list[Row]:
     """Compares and measures; raises ArtifactError if the artifact cannot be opened."""
+    from pagec.compiler.user_ops import load_ops
     from pagec.runtime.cli.verification import Verification
 
+    load_ops(ops)
     return Verification(path, weights, seed).run(progress)
 
 

@@ -1,4 +1,4 @@
-"""A small spec whose every part is easy to change, and an interpreter that runs a graph by its ops' meanings."""
+"""A small spec whose every part is easy to change, and an interpreter that runs a graph by its meanings."""
 
 from __future__ import annotations
 

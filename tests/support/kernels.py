@@ -58,7 +58,8 @@ class KernelRun:
         self._memory = {f"weight:{w.name}": self._upload(self._packed(w)) for w in self._weights()}
         self._memory["scratch:"] = self.device.allocate(self.lowering.scratch_bytes)
         for table in self.lowering.packer.tables.values():
-            both = np.stack(cos_sin_of(np.array(table.frequencies, np.float32), table.length))
+            turns = np.array(table.frequencies, np.float32)
+            both = np.stack(cos_sin_of(turns, table.length, table.scale))
             self._memory[f"table:{table.name}"] = self._upload(both)
 
     def _weights(self) -> Any:

@@ -86,8 +86,11 @@ def ours(artifact: Path, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
 
 def mean_kl(p_logits: torch.Tensor, q_logits: torch.Tensor) -> float:
     """Mean over positions of KL(p || q), float64."""
-    p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    total = 0.0
+    for p, q in zip(p_logits.split(64), q_logits.split(64), strict=True):  # a large vocabulary takes room
+        p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum())
+    return total / len(p_logits)
 
 
 # ----------------------------------------------------------------------------------- experts

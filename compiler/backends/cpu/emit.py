@@ -7,20 +7,17 @@ from typing import Final
 
 from pagec.compiler.program import Kernel
 from pagec.compiler.target import CpuTarget
-from pagec.templates import render
+from pagec.templates import render, render_text
 
 VECTOR_FILE: Final = "vector.ll"
 
 
 def emit_kernel(kernel: Kernel, target: CpuTarget) -> str:
     """The TVMScript of one kernel."""
-    return render(
-        f"cpu/{kernel.template}.py",
-        key=kernel.key,
-        symbol=kernel.symbol,
-        L=target.lanes,
-        **kernel.params,
-    )
+    names = {"key": kernel.key, "symbol": kernel.symbol, "L": target.lanes}
+    if "text" in kernel.params:  # an op of a user's
+        return render_text(kernel.params["text"], **names, **kernel.params)
+    return render(f"cpu/{kernel.template}.py", **names, **kernel.params)
 
 
 def emit_vector_library(target: CpuTarget) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
+from pagec.compiler.backends.cpu.calls import Call, Settings
 from pagec.compiler.backends.cpu.epilogue import Epilogue, plain_store
 from pagec.compiler.backends.cpu.kv_sources import KvSources
+from pagec.compiler.backends.cpu.lower_experts import BACKEND, ExpertLowering
 from pagec.compiler.backends.cpu.rowwise import Code, Region
 from pagec.compiler.backends.cpu.tiles import (
     FEW_TILES,
@@ -22,41 +21,13 @@ from pagec.compiler.backends.cpu.tiles import (
 )
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
 from pagec.compiler.errors import CompileError
-from pagec.compiler.ir import CacheType, Graph, Node
-from pagec.compiler.packer import Layout, Packer
-from pagec.compiler.program import Kernel, KvLayout, RowCount
-from pagec.compiler.rope import RopeConfig, frequencies
-from pagec.compiler.target import CpuTarget
+from pagec.compiler.ir import CacheType, Node
+from pagec.compiler.ops import OPS
+from pagec.compiler.ops.frequencies import frequencies
+from pagec.compiler.packer import Layout
+from pagec.compiler.rope import RopeConfig
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A node lowered: one kernel per bucket of rows, and arguments that name values, weights, ...
-
-    `args` are as program.py has them, but "value:NAME" where a buffer is not chosen yet.
-    """
-
-    node: Node
-    rows: RowCount
-    variants: tuple[tuple[int, Kernel], ...]
-    args: tuple[str, ...]
-    suffix: str = ""
-
-    @property
-    def name(self) -> str:
-        """The launch's name: the node's first result, and what tells several launches of a node apart."""
-        return self.node.outputs[0] + self.suffix
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What lowering needs to know beside the graph."""
-
-    target: CpuTarget
-    max_len: int
-    query_tile: int
-    kv: KvLayout
-
+__all__ = ["Call", "Lowering", "Settings"]
 
 # Floating-point operations per element of row-wise work; what is not here takes one.
 _ELEMENT_FLOPS = {
@@ -71,23 +42,8 @@ _ELEMENT_FLOPS = {
 }
 
 
-def kernel_name(template: str, words: str, params: Mapping[str, Any]) -> str:
-    """The key of a kernel: readable, and different for different parameters."""
-    text = json.dumps(params, sort_keys=True)
-    return f"{template}_{words}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-
-
-class Lowering:
-    """Lowers the nodes of a fused graph; `source` is the graph before the passes.
-
-    Collects packed weights and rope tables in `packer`.
-    """
-
-    def __init__(self, graph: Graph, source: Graph, settings: Settings) -> None:
-        self.graph, self.settings = graph, settings
-        self.target = settings.target
-        self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
-        self.scratch_bytes = 0  # kernels that need scratch memory share one area
+class Lowering(ExpertLowering):
+    """Lowers the nodes of a fused graph."""
 
     def lower(self, node: Node) -> tuple[Call, ...]:
         """The kernels of one node; CompileError if the CPU backend has none for it."""
@@ -111,43 +67,13 @@ class Lowering:
                 return self._expert_lists(node)
             case "grouped_linear":
                 return self._grouped_linear(node)
+        if node.op in OPS and BACKEND in OPS[node.op].templates:
+            return self._templated(node)
         raise CompileError(
             f"the CPU backend has no kernel for op {node.op!r}",
             place=f"%{node.outputs[0]}",
-            remedy="give the op a CPU template or a scalar expression",
+            remedy='give the op a template, templates={"cpu": Path(...)}, or a scalar expression',
         )
-
-    # ---------------------------------------------------------------------------------- shared
-
-    def _kernel(
-        self,
-        template: str,
-        words: str,
-        params: dict[str, Any],
-        arrays: list[tuple[str, str]],
-        *,
-        flops: int = 0,
-        bytes_per_row: int = 0,
-        bytes_fixed: int = 0,
-    ) -> Kernel:
-        key = kernel_name(template, words, {**params, "L": self.target.lanes})
-        return Kernel(
-            key=key,
-            symbol=key,
-            template=template,
-            params={**params, "arrays": [list(a) for a in arrays]},
-            signature=tuple(dtype for _, dtype in arrays),
-            flops_per_row=flops,
-            bytes_per_row=bytes_per_row,
-            bytes_fixed=bytes_fixed,
-        )
-
-    def _row_bytes(self, name: str) -> int:
-        t = self.graph.types[name]
-        return 0 if isinstance(t, CacheType) else prod(t.inner) * ITEM_BYTES[t.dtype]
-
-    def _rows(self, node: Node) -> RowCount:
-        return "R" if self.graph.type(node.outputs[0]).rows == "R" else "T"
 
     # ----------------------------------------------------------------------------------- nodes
 
@@ -240,83 +166,6 @@ class Lowering:
         args = (f"value:{node.inputs[0][1:]}", f"value:{node.outputs[0]}")
         return Call(node, self._rows(node), ((0, kernel),), args)
 
-    def _top_k(self, node: Node) -> Call:
-        x, k = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0]).inner[0]
-        params = {
-            "width": x.inner[0],
-            "stride": row_stride(x.inner),
-            "k": k,
-            "out_stride": row_stride((k,)),
-            "normalize": bool(node.attrs.get("normalize", False)),
-        }
-        arrays = [("x", "float32"), ("values", "float32"), ("indices", "int32")]
-        kernel = self._kernel(
-            "top_k", f"{k}_of_{x.inner[0]}", params, arrays, bytes_per_row=4 * x.inner[0] + 8 * k
-        )
-        return Call(node, self._rows(node), ((0, kernel),), self._values(*node.inputs, *node.outputs))
-
-    def _expert_lists(self, node: Node) -> Call:
-        chosen, out = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0])
-        params = {
-            "experts": node.attrs["experts"],
-            "k": chosen.inner[0],
-            "stride": row_stride(chosen.inner),
-            "width": row_stride(out.inner),
-        }
-        arrays = [("chosen", "int32"), ("out", "int32")]
-        words = f"{chosen.inner[0]}_of_{node.attrs['experts']}"
-        kernel = self._kernel("expert_lists", words, params, arrays, bytes_per_row=4 * chosen.inner[0])
-        return Call(node, self._rows(node), ((0, kernel),), self._values(*node.inputs, *node.outputs))
-
-    def _grouped_linear(self, node: Node) -> Call:
-        x, out = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0])
-        experts, n, k = self.graph.weights[node.inputs[1][1:]].inner
-        choices, dtype = out.inner[0], x.dtype
-        unit, tiles = WORD_ELEMENTS[dtype], linear_tiles(self.target)
-        per_choice = len(x.inner) == 2
-        params: dict[str, Any] = {
-            "dtype": dtype,
-            "unit": unit,
-            "experts": experts,
-            "k": choices,
-            "N": n,
-            "NP": row_stride((n,)),
-            "KW": row_stride((k,)) // unit if not per_choice else padded_last((k,)) // unit,
-            "NT": tiles.nt,
-            "per_choice": per_choice,
-            "x_stride": row_stride(x.inner),
-            "x_group": padded_last(x.inner),
-            "out_stride": row_stride(out.inner),
-            "out_group": padded_last(out.inner),
-            "bias": len(node.inputs) > 4,
-        }
-        weight = self.packer.experts(node.inputs[1][1:], params["KW"] * unit, dtype)
-        args = [f"value:{node.inputs[0][1:]}", f"weight:{weight}", f"value:{node.inputs[3][1:]}"]
-        arrays = [("x", "int32"), ("w", "int32"), ("lists", "int32")]
-        if params["bias"]:
-            args.append(f"weight:{self.packer.expert_vectors(node.inputs[4][1:])}")
-            arrays.append(("bias", "float32"))
-        args.append(f"value:{node.outputs[0]}")
-        arrays.append(("out", "float32"))
-        variants = []
-        # The choices of one row are different experts: each then has one row at most.
-        for limit, rows in ((1, 1), (0, tiles.buckets[-1][1])):
-            kernel = self._kernel(
-                "grouped_linear",
-                f"{dtype}_{choices}_of_{experts}_n{n}_k{k}{'_bias' if params['bias'] else ''}_m{rows}",
-                {**params, "MB": rows},
-                arrays,
-                flops=2 * n * k * choices,
-                bytes_per_row=self._row_bytes(node.inputs[0][1:]) + self._row_bytes(node.outputs[0]),
-                bytes_fixed=experts * n * k * ITEM_BYTES[dtype],
-            )
-            variants.append((limit, kernel))
-        return Call(node, self._rows(node), tuple(variants), tuple(args))
-
-    def _values(self, *references: str) -> tuple[str, ...]:
-        """Arguments for values, given as "%name" or by name."""
-        return tuple(f"value:{name.removeprefix('%')}" for name in references)
-
     def _rowwise(self, node: Node) -> Call:
         region = Region(node, self.graph, self.target.lanes)
         code = region.build()
@@ -343,11 +192,6 @@ class Lowering:
         )
         args = tuple(self._row_weight(arg[7:]) if arg.startswith("weight:") else arg for arg in code.args)
         return Call(node, self._rows(node), ((0, kernel),), args)
-
-    def _row_weight(self, name: str) -> str:
-        inner = self.graph.weights[name].inner
-        packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
-        return f"weight:{packed}"
 
     def _kv_write(self, node: Node) -> Call:
         write = next(n for n in node.body if n.op == "kv_write")
@@ -402,7 +246,7 @@ class Lowering:
 
     def _table(self, config: RopeConfig) -> str:
         turns = tuple(float(f) for f in frequencies(config))
-        return self.packer.rope_table(turns, self.settings.max_len)
+        return self.packer.rope_table(turns, self.settings.max_len, config.scale)
 
     def _attention(self, node: Node) -> tuple[Call, ...]:
         core = node.body[0]

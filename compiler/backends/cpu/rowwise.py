@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from pagec.compiler import ops
+from pagec.compiler.backends.cpu.scalar import vector_code
 from pagec.compiler.dims import WORD_ELEMENTS, padded_last, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import Graph, Node, Type
@@ -171,6 +173,9 @@ class Region:
                 return self._regroup(node)
             case "weighted_sum":
                 return self._weighted_sum(node)
+        op = ops.OPS.get(node.op)
+        if op is not None and op.scalar:
+            return self._scalar(node, op)
         x = self._operand(node.inputs[0])
         match node.op:
             case "activation":
@@ -186,6 +191,15 @@ class Region:
         raise CompileError(
             f"the CPU backend has no row-wise code for op {node.op!r}", remedy="give the op a template"
         )
+
+    def _scalar(self, node: Node, op: ops.Op) -> str:
+        """The scalar expression of a user's op."""
+        operands = {p.name: self._operand(r) for p, r in zip(op.tensor_params(), node.inputs, strict=False)}
+        for param in op.params:
+            value = node.attrs.get(param.name, param.default)
+            if param.kind == "scalar" and isinstance(value, int | float):
+                operands[param.name] = self._splat(float(value))
+        return vector_code(op.scalar, operands, self._call, self._splat, op.name)
 
     def _rounded(self, node: Node, x: str) -> str:
         """A rounded value, as float32; stores round again, which changes nothing."""

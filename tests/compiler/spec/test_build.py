@@ -127,12 +127,12 @@ def test_rope_settings_become_attributes(tiny: str) -> None:
     ("rope", "message"),
     [
         ("{dims: 4}", "rope's base must be a number above zero, not None"),
-        ("{base: 1.0, dims: 2.0}", "rope's dims must be a positive even number, not 2.0"),
+        ("{base: 1.0, dims: 2.5}", "rope's dims must be a positive even number, not 2.5"),
         ("{base: 1.0, dims: 3}", "rope turns 3 of 4 dims of q"),
         ("{base: 1.0, dims: 8}", "rope turns 8 of 4 dims of q"),
         (
-            "{base: 1.0, dims: 4, kind: yarn}",
-            "there is no rope kind 'yarn'; known: default, linear, llama3, factors",
+            "{base: 1.0, dims: 4, kind: mrope}",
+            "there is no rope kind 'mrope'; known: default, linear, dynamic, llama3, yarn",
         ),
         ("{base: 1.0, dims: 4, kind: linear}", "rope's factor must be a number above zero, not None"),
         ("{base: 1.0, dims: 4, factor: 2.0}", "rope of kind default takes no factor"),

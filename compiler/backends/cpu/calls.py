@@ -1,0 +1,105 @@
+"""What lowering shares: calls, and how a kernel is made from a template and its parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from pagec.compiler.backends.cpu.tiles import linear_tiles
+from pagec.compiler.dims import ITEM_BYTES
+from pagec.compiler.ir import CacheType, Graph, Node
+from pagec.compiler.packer import Layout, Packer
+from pagec.compiler.program import Kernel, KvLayout, RowCount
+from pagec.compiler.target import CpuTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A node lowered: one kernel per bucket of rows, and arguments that name values, weights, ...
+
+    `args` are as program.py has them, but "value:NAME" where a buffer is not chosen yet.
+    """
+
+    node: Node
+    rows: RowCount
+    variants: tuple[tuple[int, Kernel], ...]
+    args: tuple[str, ...]
+    suffix: str = ""
+
+    @property
+    def name(self) -> str:
+        """The launch's name: the node's first result, and what tells several launches of a node apart."""
+        return self.node.outputs[0] + self.suffix
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What lowering needs to know beside the graph."""
+
+    target: CpuTarget
+    max_len: int
+    query_tile: int
+    kv: KvLayout
+
+
+def kernel_name(template: str, words: str, params: Mapping[str, Any]) -> str:
+    """The key of a kernel: readable, and different for different parameters."""
+    text = json.dumps(params, sort_keys=True)
+    template = template.replace(":", "_")
+    return f"{template}_{words}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+class KernelMaker:
+    """Makes kernels for the nodes of a fused graph; `source` is the graph before the passes.
+
+    Collects packed weights and rope tables in `packer`.
+    """
+
+    def __init__(self, graph: Graph, source: Graph, settings: Settings) -> None:
+        self.graph, self.settings = graph, settings
+        self.target = settings.target
+        self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
+        self.scratch_bytes = 0  # kernels that need scratch memory share one area
+
+    def _kernel(
+        self,
+        template: str,
+        words: str,
+        params: dict[str, Any],
+        arrays: list[tuple[str, str]],
+        *,
+        flops: int = 0,
+        bytes_per_row: int = 0,
+        bytes_fixed: int = 0,
+    ) -> Kernel:
+        key = kernel_name(template, words, {**params, "L": self.target.lanes})
+        return Kernel(
+            key=key,
+            symbol=key,
+            template=template,
+            params={**params, "arrays": [list(a) for a in arrays]},
+            signature=tuple(dtype for _, dtype in arrays),
+            flops_per_row=flops,
+            bytes_per_row=bytes_per_row,
+            bytes_fixed=bytes_fixed,
+        )
+
+    def _row_bytes(self, name: str) -> int:
+        t = self.graph.types[name]
+        return 0 if isinstance(t, CacheType) else prod(t.inner) * ITEM_BYTES[t.dtype]
+
+    def _rows(self, node: Node) -> RowCount:
+        return "R" if self.graph.type(node.outputs[0]).rows == "R" else "T"
+
+    def _values(self, *references: str) -> tuple[str, ...]:
+        """Arguments for values, given as "%name" or by name."""
+        return tuple(f"value:{name.removeprefix('%')}" for name in references)
+
+    def _row_weight(self, name: str) -> str:
+        inner = self.graph.weights[name].inner
+        packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
+        return f"weight:{packed}"
