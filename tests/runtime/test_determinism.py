@@ -15,20 +15,23 @@ from pagec.compiler.target import host
 from pagec.runtime.engine import Engine
 from pagec.runtime.sequence import Request
 
-SPEC = """
-extends: llama
-params: {vocab: 200, hidden: 96, layers: 2, heads: 6, kv_heads: 2, inter: 160, max_len: 1024, window: 200}
-"""
+SIZES = "vocab: 200, hidden: 96, layers: 2, heads: 6, kv_heads: 2, max_len: 1024"
+SPECS = {
+    "dense": f"extends: llama\nparams: {{{SIZES}, inter: 160, window: 200}}\n",
+    "experts": f"extends: qwen3-moe\nparams: {{{SIZES}, inter: 40, experts: 6, top_k: 3}}\n",
+}
 LENGTHS = (1, 15, 16, 17, 300)
 OUTPUT = 5
 
 
 VARIANTS = [
-    ("cpu", "bf16"),
-    ("cpu", "f32"),
-    ("cpu-avx512", "bf16"),
-    ("cpu-avx2", "bf16"),
-    ("cpu-avx2", "f32"),
+    ("cpu", "bf16", "dense"),
+    ("cpu", "f32", "dense"),
+    ("cpu-avx512", "bf16", "dense"),
+    ("cpu-avx2", "bf16", "dense"),
+    ("cpu-avx2", "f32", "dense"),
+    ("cpu", "bf16", "experts"),
+    ("cpu-avx2", "f32", "experts"),
 ]
 
 
@@ -37,12 +40,12 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     from pagec.compiler.backends.targets import load_target
     from pagec.compiler.driver import CompileOptions, compile_model
 
-    target, dtype = request.param
+    target, dtype, kind = request.param
     missing = set(load_target(target).requires) - host().flags
     if missing:
         pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
     path = tmp_path_factory.mktemp("determinism")
-    (path / "small.yaml").write_text(SPEC)
+    (path / "small.yaml").write_text(SPECS[kind])
     options = CompileOptions(
         str(path / "small.yaml"),
         weights="random:1",

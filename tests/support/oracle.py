@@ -87,8 +87,8 @@ def ours(artifact: Path, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
 def mean_kl(p_logits: torch.Tensor, q_logits: torch.Tensor) -> float:
     """Mean over positions of KL(p || q), float64."""
     total = 0.0
-    for p, q in zip(p_logits.split(64), q_logits.split(64), strict=True):  # a large vocabulary takes room
-        p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    for start in range(0, len(p_logits), 64):  # a large vocabulary takes room
+        p, q = (x[start : start + 64].double().log_softmax(-1) for x in (p_logits, q_logits))
         total += float((p.exp() * (p - q)).sum())
     return total / len(p_logits)
 
