@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,3 @@ def one_node_graph(op: str, inputs: Mapping[str, Type], out: Mapping[str, Type],
     references = tuple(f"{'$' if t.rows is None else '%'}{name}" for name, t in inputs.items())
     node = Node(op, references, tuple(out), attrs)
     return Graph(tuple(values), tuple(out), (node,), {**values, **out}, weights)
-
-
-def size(t: Type) -> int:
-    """Elements of a row."""
-    return prod(t.inner)
