@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagec.compiler.backends.cpu.lower import Call, Lowering, Settings
-from pagec.compiler.backends.cpu.tiles import query_tile
+from pagec.compiler.backends.cpu.tiles import FEW_TILES, KEY_SPLIT, query_tile
 from pagec.compiler.dims import ITEM_BYTES, Capacity, DType, round_up, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import CacheType, Graph, Type
-from pagec.compiler.program import Buffer, Kernel, KvGroup, KvLayout, Launch, Program, Slot
+from pagec.compiler.program import HEAD_COUNTS, Buffer, Kernel, KvGroup, KvLayout, Launch, Program, Slot
 from pagec.compiler.target import CpuTarget
 
 # Logits of a head chunk take at most this much: it bounds R.
@@ -72,15 +72,15 @@ def make_plan(
 ) -> Plan:
     """The program of a fused graph; `source` is the same graph before the passes."""
     kv = kv_layout(fused, kv_dtype, block_size)
-    settings = Settings(target, max_len, query_tile(_widest_group(fused, kv)), kv)
+    settings = Settings(target, capacity, max_len, query_tile(_widest_group(fused, kv)), kv)
     lowering = Lowering(fused, source, settings)
     calls = [call for node in fused.nodes for call in lowering.lower(node)]
-    body = tuple(call for call in calls if call.rows != "R")
-    head = tuple(call for call in calls if call.rows == "R")
+    body = tuple(call for call in calls if call.rows not in HEAD_COUNTS)
+    head = tuple(call for call in calls if call.rows in HEAD_COUNTS)
     buffers, slots = _assign(fused, body, head)
     kernels: dict[str, Kernel] = {}
     for call in (*body, *head):
-        for _, kernel in call.variants:
+        for kernel in call.kernels():
             kernels.setdefault(kernel.key, kernel)
     program = Program(
         model=model,
@@ -88,6 +88,8 @@ def make_plan(
         max_len=max_len,
         capacity=capacity,
         query_tile=settings.query_tile,
+        few_tiles=FEW_TILES,
+        key_split=KEY_SPLIT,
         kv=kv,
         slots=slots,
         buffers=buffers,
@@ -114,7 +116,7 @@ def _launch(call: Call, graph: Graph) -> Launch:
             return arg
         return f"step:{name}" if name in graph.inputs else f"buffer:{name}"
 
-    variants = tuple((limit, kernel.key) for limit, kernel in call.variants)
+    variants = tuple((limit, kernel.key if kernel else "") for limit, kernel in call.variants)
     return Launch(call.name, call.rows, variants, tuple(place(arg) for arg in call.args))
 
 
@@ -149,10 +151,10 @@ def _assign(
     graph: Graph, body: Sequence[Call], head: Sequence[Call]
 ) -> tuple[tuple[Buffer, ...], tuple[Slot, ...]]:
     order = [*body, *head]
-    last_use = {name: at for at, call in enumerate(order) for name in call.node.values()}
+    last_use = {name: at for at, call in enumerate(order) for name in call.values()}
     made_in_body = {name for call in body for name in call.node.outputs}
     for call in head:
-        for name in call.node.values():
+        for name in call.values():
             if name in made_in_body:
                 last_use[name] = len(order)
     for name in graph.outputs:
@@ -167,6 +169,6 @@ def _assign(
             size = round_up(row_stride(t.inner) * ITEM_BYTES[t.dtype], 4)
             place[name] = slots.take(t.rows, size)
             buffers.append(Buffer(name, t.rows, t.inner, t.dtype, place[name]))
-        ending = [n for n in (*call.node.values(), *call.node.outputs) if n in place]
+        ending = [n for n in (*call.values(), *call.node.outputs) if n in place]
         slots.free += [place[n] for n in dict.fromkeys(ending) if last_use.get(n, at) <= at]
     return tuple(buffers), tuple(slots.slots)

@@ -27,7 +27,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pagec.compiler.dims import (
     BYTE_ALIGN,
@@ -153,7 +153,10 @@ class KvLayout:
         raise KeyError(layer)
 
 
-RowCount = Literal["T", "R", "tiles"]
+# T: tokens. R: logit rows. tiles: attention's work items. merges: tiles whose splits are computed apart, or
+# 0. logits, greedy: R where the logits are wanted, and 0 where only their argmax is; or the other way round.
+RowCount = Literal["T", "R", "tiles", "merges", "logits", "greedy"]
+HEAD_COUNTS: Final = ("R", "logits", "greedy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class Launch:
     args: tuple[str, ...]
 
     def key_for(self, num_rows: int) -> str:
-        """The kernel for this many rows."""
+        """The kernel for this many rows; empty if there is nothing to do for so few."""
         for limit, key in self.variants:
             if num_rows <= limit or limit == 0:
                 return key
@@ -194,13 +197,19 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything a runner needs beside the kernels' binary and the weights' bytes."""
+    """Everything a runner needs beside the kernels' binary and the weights' bytes.
+
+    `query_tile`: tokens of an attention tile. In a step of up to `few_tiles` tiles, each `key_split` keys of
+    a decoding sequence are work of their own, to be merged.
+    """
 
     model: str
     vocab: int
     max_len: int
     capacity: Capacity
     query_tile: int
+    few_tiles: int
+    key_split: int
     kv: KvLayout
     slots: tuple[Slot, ...]
     buffers: tuple[Buffer, ...]
@@ -216,6 +225,10 @@ class Program:
     def max_blocks(self) -> int:
         """Blocks of a sequence of the greatest length."""
         return -(-self.max_len // self.kv.block_size)
+
+    def merges(self, num_tiles: int, longest: int) -> int:
+        """Tiles whose splits have to be merged, in a step whose longest sequence has `longest` tokens."""
+        return num_tiles if num_tiles <= self.few_tiles and longest > self.key_split else 0
 
     def slot_offsets(self) -> tuple[list[int], int]:
         """Byte offset of each workspace slot, and the size of all of them."""
@@ -237,6 +250,8 @@ class Program:
             max_len=data["max_len"],
             capacity=Capacity(**data["capacity"]),
             query_tile=data["query_tile"],
+            few_tiles=data["few_tiles"],
+            key_split=data["key_split"],
             kv=KvLayout(
                 kv["dtype"],
                 kv["block_size"],

@@ -35,6 +35,15 @@ OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
 KINDS: Final = tuple(SCALING)
 
 
+class RopeError(ValueError):
+    """A setting of rope is missing, unknown to its kind, or of a wrong type; `key` names it."""
+
+    def __init__(self, key: str, message: str, remedy: str = "mend the rope param") -> None:
+        super().__init__(message)
+        self.key = key
+        self.remedy = remedy
+
+
 def settings_of(kind: str) -> tuple[str, ...]:
     """All settings that a kind reads beside base, dims, kind and interleaved."""
     return (*SCALING.get(kind, ()), *OPTIONAL.get(kind, ()))
@@ -71,23 +80,26 @@ def checked_attrs(settings: Mapping[str, Any], length: int, model_length: int) -
 
     `length` is the artifact's maximum length, `model_length` the model's own: what depends on a sequence's
     length is fixed here, or chunking a prompt would change results. Thus "dynamic" becomes another base, and
-    "longrope" one of its two lists. ValueError names a setting that is missing, unknown to the kind, or of a
+    "longrope" one of its two lists. RopeError names a setting that is missing, unknown to the kind, or of a
     wrong type.
     """
     kind = settings.get("kind", "default")
     if not isinstance(kind, str) or kind not in SCALING:
-        raise ValueError(f"there is no rope kind {kind!r}; known: {', '.join(KINDS)}")
+        raise RopeError("kind", f"there is no rope kind {kind!r}; known: {', '.join(KINDS)}")
     known = ("base", "dims", "kind", "interleaved", *settings_of(kind))
     unknown = [key for key in settings if key not in known]
     if unknown:
-        raise ValueError(f"rope of kind {kind} takes no {', '.join(unknown)}")
+        remedy = f"its settings are {', '.join(known)}"
+        raise RopeError(unknown[0], f"rope of kind {kind} takes no {', '.join(unknown)}", remedy)
     attrs: dict[str, Any] = {"base": _positive(settings, "base"), "dims": _dims(settings)}
     if kind not in ("default", "dynamic"):
         attrs["kind"] = kind
     if _flag(settings, "interleaved", False):
         attrs["interleaved"] = True
-    attrs |= _scaling_attrs(kind, settings, attrs, length, model_length)
-    return attrs
+    try:
+        return attrs | _scaling_attrs(kind, settings, attrs, length, model_length)
+    except ArithmeticError as error:
+        raise RopeError("kind", f"rope of kind {kind}: its numbers are too large or too small") from error
 
 
 def _scaling_attrs(
@@ -102,7 +114,7 @@ def _scaling_attrs(
             return {"factors": _factors(settings, "factors", attrs["dims"])}
     found: dict[str, Any] = {key: _positive(settings, key) for key in SCALING[kind]}
     if kind == "llama3" and found["high_freq_factor"] <= found["low_freq_factor"]:
-        raise ValueError("rope's high_freq_factor must be above its low_freq_factor")
+        raise RopeError("high_freq_factor", "rope's high_freq_factor must be above its low_freq_factor")
     if kind == "yarn":
         found["beta_fast"] = _positive(settings, "beta_fast", 32.0)
         found["beta_slow"] = _positive(settings, "beta_slow", 1.0)
@@ -116,7 +128,7 @@ def _dynamic_base(settings: Mapping[str, Any], attrs: Mapping[str, Any], length:
     factor, old_length = _positive(settings, "factor"), _positive(settings, _OLD_LENGTH)
     dims = attrs["dims"]
     if dims == 2:
-        raise ValueError("rope of kind dynamic needs more than 2 dims")
+        raise RopeError("dims", "rope of kind dynamic needs more than 2 dims")
     stretch = (factor * max(length, old_length) / old_length) - (factor - 1)
     return float(attrs["base"] * stretch ** (dims / (dims - 2)))
 
@@ -124,6 +136,8 @@ def _dynamic_base(settings: Mapping[str, Any], attrs: Mapping[str, Any], length:
 def _longrope(settings: Mapping[str, Any], dims: int, length: int, model_length: int) -> dict[str, Any]:
     short, long = (_factors(settings, key, dims) for key in ("short_factor", "long_factor"))
     old_length = _positive(settings, _OLD_LENGTH)
+    if old_length <= 1:
+        raise RopeError(_OLD_LENGTH, f"rope's {_OLD_LENGTH} must be above 1, not {old_length}")
     factor = _positive(settings, "factor", model_length / old_length)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(old_length))
     scale = _positive(settings, "attention_factor", scale)
@@ -150,7 +164,8 @@ def _positive(settings: Mapping[str, Any], key: str, default: float | None = Non
         return default
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return float(value)
-    raise ValueError(f"rope's {key} must be a number above zero, not {value!r}")
+    problem = f"must be a number above zero, not {value!r}" if value is not None else "is missing"
+    raise RopeError(key, f"rope's {key} {problem}")
 
 
 def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -158,7 +173,7 @@ def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise ValueError(f"rope's {key} must be true or false, not {value!r}")
+        raise RopeError(key, f"rope's {key} must be true or false, not {value!r}")
     return value
 
 
@@ -167,14 +182,15 @@ def _dims(settings: Mapping[str, Any]) -> int:
     dims = settings.get("dims")
     dims = int(dims) if isinstance(dims, float) and dims.is_integer() else dims
     if not isinstance(dims, int) or isinstance(dims, bool) or dims < 2:
-        raise ValueError(f"rope's dims must be a positive even number, not {dims!r}")
+        raise RopeError("dims", f"rope's dims must be a positive even number, not {dims!r}")
     return dims
 
 
 def _factors(settings: Mapping[str, Any], key: str, dims: int) -> tuple[float, ...]:
     values = settings.get(key)
     if not isinstance(values, tuple) or len(values) != dims // 2:
-        raise ValueError(f"rope's {key} must be a list of {dims // 2} numbers, one for each pair of dims")
+        problem = f"rope's {key} must be a list of {dims // 2} numbers, one for each pair of dims"
+        raise RopeError(key, problem)
     return tuple(_positive({key: value}, key) for value in values)
 
 

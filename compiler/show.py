@@ -14,6 +14,7 @@ from pagec.compiler.backends.cpu.emit import emit_kernel
 from pagec.compiler.backends.targets import load_target
 from pagec.compiler.dims import Capacity
 from pagec.compiler.driver import CompileOptions, find_source, plan_model
+from pagec.compiler.fusion import format_fusion, fusion_rows
 from pagec.compiler.ir import Graph, format_graph, to_json
 from pagec.compiler.passes import Numbers, run_passes
 from pagec.compiler.plan import Plan, make_plan
@@ -34,7 +35,9 @@ def show(what: str, model: str, as_json: bool, ops: Iterable[Path] = ()) -> str:
             chosen = graph if what == "graph" else plan.graph
             return _json(to_json(chosen)) if as_json else format_graph(chosen)
         case "plan":
-            return _json(plan_rows(plan.program)) if as_json else format_plan(plan.program)
+            if as_json:
+                return _json({**plan_rows(plan.program), "fusion": fusion_rows(plan.graph, target)})
+            return f"{format_plan(plan.program)}\n{format_fusion(plan.graph, target)}"
         case "kernels":
             if as_json:
                 return _json([kernel_row(kernel) for kernel in plan.program.kernels])
@@ -143,7 +146,8 @@ def _variants(keys: list[str]) -> str:
 
 def _totals(program: Program, rows: dict[str, Any]) -> list[str]:
     launches = rows["launches"]
-    per_token = sum(r["flops_per_row"] for r in launches)
+    # Logits are computed once, whether they are stored or not.
+    per_token = sum(r["flops_per_row"] for r in launches if r["rows"] != "greedy")
     T, S, R = program.capacity.T, program.capacity.S, program.capacity.R
     return [
         f"launches     {len(program.body)} in the body, {len(program.head)} in the head",

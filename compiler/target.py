@@ -20,7 +20,9 @@ class CpuTarget:
     """A CPU kind. `requires` are flags as /proc/cpuinfo spells them; `llvm` goes to TVM as it is.
 
     `lanes`: float32 lanes of a vector register; `vector_registers`: how many there are;
-    `bf16_dot`: the instruction for dot products of bf16 pairs exists; `run`: False where code has only
+    `bf16_dot`: the instruction for dot products of bf16 pairs exists; `launch_ns`: what a launch costs in a
+    step, nearly all of it the wait for all workers; `row_bytes_per_ns`: how fast one core does row-wise work,
+    by what it reads and writes; `run`: False where code has only
     ever been compiled, never run.
     """
 
@@ -33,6 +35,8 @@ class CpuTarget:
     bf16_dot: bool
     l1_bytes: int
     l2_bytes: int
+    launch_ns: int
+    row_bytes_per_ns: float
     run: bool = True
 
     def to_json(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -46,16 +47,25 @@ def _load(file: Path) -> str:
     before = set(OPS)
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         for name in set(OPS) - before:  # half of a file's ops would be worse than none
             del OPS[name]
+        line = _line(error, file)
         raise CompileError(
-            f"{type(error).__name__}: {error}",
-            place=str(file),
+            f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}",
+            place=f"{file}:{line}" if line else str(file),
             remedy="mend the file; see pagec.compiler.ops",
         ) from error
     _LOADED[file] = digest
     return digest
+
+
+def _line(error: BaseException, file: Path) -> int | None:
+    """The line of the file that an error comes from."""
+    if isinstance(error, SyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
 
 
 def check_known(graph: Graph, place: str) -> None:

@@ -4,21 +4,26 @@ tokens[T] positions[T]        token ids and their positions, sequence after sequ
 query_start[S+1]              where each sequence's tokens begin in `tokens`
 seq_lens[S]                   a sequence's length after this step's tokens
 slot_mapping[group][T]        where a token's keys and values go: block * block_size + offset
-block_tables[group][S, B]     a sequence's blocks; unused entries name the scratch block 0
+block_tables[group][S, B]     a sequence's blocks, B as many as the longest has; unused entries name block 0
 tiles[n, 2]                   attention's work items: (sequence in the batch, first row of its chunk)
 logit_rows[n]                 rows of `tokens` whose logits are wanted, ascending
+copies[n, 2]                  (source, target) of blocks to be copied before the step, one after the other
+
+A token -1 - r is the one that logit row r of the step before chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from pagec.compiler.program import Program
 from pagec.runtime.scheduler import Entry
+from pagec.runtime.sequence import Sequence
 
 I32 = npt.NDArray[np.int32]
 
@@ -35,6 +40,7 @@ class Batch:
     block_tables: tuple[I32, ...]
     tiles: I32
     logit_rows: I32
+    copies: I32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     want_logits: bool = False
 
     @property
@@ -46,32 +52,44 @@ class Batch:
         return len(self.seq_lens)
 
 
-def build_batch(entries: Sequence[Entry], program: Program) -> Batch:
-    """The batch of a schedule."""
-    starts, counts = _column([e.start for e in entries]), _column([e.num_tokens for e in entries])
+def build_batch(entries: Items[Entry], program: Program, copies: Items[tuple[int, int]] = ()) -> Batch:
+    """The batch of a schedule; `copies` as from BlockManager.take_copies."""
+    requests, sequences, first, num_tokens, num_logits = zip(*entries, strict=True)
+    starts, counts = _column(first), _column(num_tokens)
     query_start = np.zeros(len(entries) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     owner = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
     positions = _ramp(counts, query_start) + starts[owner]
-    tables = tuple(_block_table(entries, group, program) for group in range(len(program.kv.groups)))
+    tables = tuple(
+        _block_table([sequence.block_tables[group] for sequence in sequences])
+        for group in range(len(program.kv.groups))
+    )
     size = np.int32(program.kv.block_size)
     block, offset = np.divmod(positions, size)
-    logit_counts = _column([e.num_logits for e in entries])
     return Batch(
-        tokens=_column([token for e in entries for token in e.token_ids]),
+        tokens=_column(_tokens(sequences, first, num_tokens)),
         positions=positions,
         query_start=query_start,
         seq_lens=starts + counts,
         slot_mapping=tuple(table[owner, block] * size + offset for table in tables),
         block_tables=tables,
         tiles=_tiles(starts, counts, program.query_tile),
-        logit_rows=_last_rows(query_start, logit_counts),
-        want_logits=any(e.request.want_logits for e in entries),
+        logit_rows=_last_rows(query_start, _column(num_logits)),
+        copies=_column([block for pair in copies for block in pair]).reshape(-1, 2),
+        want_logits=any(request.needs_logits for request in requests),
     )
 
 
-def _column(values: list[int]) -> I32:
-    return np.array(values, dtype=np.int32)
+def _column(values: Items[int]) -> I32:
+    return np.frombuffer(array("i", values), np.int32)
+
+
+def _tokens(sequences: Items[Sequence], starts: Items[int], counts: Items[int]) -> list[int]:
+    """The step's tokens, sequence after sequence."""
+    if len(counts) == sum(counts):  # decodes only
+        return [s.tokens[at] for s, at in zip(sequences, starts, strict=True)]
+    parts = zip(sequences, starts, counts, strict=True)
+    return [token for s, at, count in parts for token in s.tokens[at : at + count]]
 
 
 def _ramp(counts: I32, ends: I32) -> I32:
@@ -79,12 +97,14 @@ def _ramp(counts: I32, ends: I32) -> I32:
     return np.arange(ends[-1], dtype=np.int32) - np.repeat(ends[:-1], counts)
 
 
-def _block_table(entries: Sequence[Entry], group: int, program: Program) -> I32:
-    rows = np.zeros((len(entries), program.max_blocks), np.int32)
-    for row, entry in zip(rows, entries, strict=True):
-        table = entry.sequence.block_tables[group]
-        row[: len(table)] = table
-    return rows
+def _block_table(tables: Items[array[int]]) -> I32:
+    """Block tables as rows of equal width."""
+    width = max([len(table) for table in tables])
+    flat, zeros = array("i"), array("i", bytes(4 * width))
+    for table in tables:  # half as long as filling the rows of a numpy array takes
+        flat.extend(table)
+        flat.extend(zeros[len(table) :])
+    return np.frombuffer(flat, np.int32).reshape(len(tables), width)
 
 
 def _last_rows(query_start: I32, counts: I32) -> I32:
@@ -95,6 +115,10 @@ def _last_rows(query_start: I32, counts: I32) -> I32:
 
 def _tiles(starts: I32, counts: I32, height: int) -> I32:
     """Tiles of `height` rows, those with most keys to read first: workers take them in turn."""
+    if counts.max() == 1:
+        tiles = np.zeros((len(starts), 2), np.int32)
+        tiles[:, 0] = np.argsort(-starts, kind="stable")
+        return tiles
     num_tiles = -(-counts // np.int32(height))
     ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(num_tiles, dtype=np.int32)])
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)

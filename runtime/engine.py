@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import RequestError
-from pagec.runtime.batch import build_batch
+from pagec.runtime.batch import Batch, build_batch
 from pagec.runtime.block_manager import BlockManager
 from pagec.runtime.device import Device
 from pagec.runtime.device.cpu import CpuDevice
 from pagec.runtime.generation import GenerationDefaults
-from pagec.runtime.runner import Runner, StepOutput
-from pagec.runtime.scheduler import Entry, Limits, Scheduler
-from pagec.runtime.sequence import FinishReason, Request
+from pagec.runtime.kv_setup import measure_cost, open_tiers
+from pagec.runtime.kv_swap import HostSwapper
+from pagec.runtime.loop import Loop, RequestOutput
+from pagec.runtime.policies import Policy, make_policy
+from pagec.runtime.preemption import PreemptionCost
+from pagec.runtime.runner import Runner
+from pagec.runtime.scheduler import Clock, Entry, Limits, Scheduler
+from pagec.runtime.sequence import CommitHook, Request
 from pagec.runtime.trace import NO_TRACE, Trace
 from pagec.runtime.weights import WeightsMemory
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What a step brought a request: new tokens, and why it has ended if it has."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
 
 
 class Engine:
     """Greedy generation from an artifact.
 
     `threads`: all cores if not given; `weights` and `weights_memory` as in load_weights; `num_blocks` or
-    `kv_bytes` size the KV pool; `prefill_chunk` limits a prompt's tokens in one step; `eos_token_ids`: the
-    artifact's own if not given.
+    `kv_bytes` size the KV pool; `prefill_chunk` limits a prompt's tokens in one step, `max_seqs` the
+    sequences that run at once; `eos_token_ids`: the artifact's own if not given; `prefix_cache`: prompts
+    share the blocks of equal beginnings; `policy`: see policies.py; `depth`: steps in flight at most;
+    `clock` gives seconds, for arrivals and deadlines.
+
+    Below the pool: `kv_host_bytes` of host memory for cold blocks and preempted requests (`cost`: when those
+    are swapped; measured if not given), and the directory `kv_dir`, where `kv_dir_bytes` of cached blocks
+    outlive the engine. `close` writes what is cached there; an engine is a context manager, too.
     """
 
     def __init__(
@@ -49,7 +52,16 @@ class Engine:
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
         prefill_chunk: int | None = None,
+        max_seqs: int | None = None,
         eos_token_ids: Collection[int] | None = None,
+        prefix_cache: bool = True,
+        policy: str | Policy = "fcfs",
+        depth: int = 1,
+        kv_host_bytes: int = 0,
+        kv_dir: Path | None = None,
+        kv_dir_bytes: int | None = None,
+        cost: PreemptionCost | None = None,
+        clock: Clock = time.monotonic,
         device: Device | None = None,
     ) -> None:
         artifact = Artifact.open(artifact) if isinstance(artifact, Path) else artifact
@@ -63,12 +75,45 @@ class Engine:
             num_blocks=num_blocks,
             kv_bytes=kv_bytes,
         )
-        self.ledger = self.runner.ledger
-        limits = Limits(program.capacity.T, program.capacity.S, program.max_len, prefill_chunk)
-        self.scheduler = Scheduler(BlockManager(self.runner.num_blocks, program.kv.block_size), limits)
+        self.tiers = open_tiers(
+            artifact,
+            self.runner,
+            weights,
+            kv_dir=kv_dir,
+            kv_dir_bytes=kv_dir_bytes,
+            kv_host_bytes=kv_host_bytes,
+        )
+        limits_bytes = {n: t.limit_bytes for n, t in self.tiers.stats().items()} if self.tiers else {}
+        self.ledger = replace(self.runner.ledger, kv_tier_bytes=limits_bytes)
+        rows = min(program.capacity.S, max_seqs or program.capacity.S)
+        limits = Limits(program.capacity.T, rows, program.max_len, prefill_chunk)
+        windows = [group.window for group in program.kv.groups]
+        blocks = BlockManager(
+            self.runner.num_blocks,
+            program.kv.block_size,
+            windows,
+            prefix_cache=prefix_cache,
+            tiers=self.tiers,
+        )
+        swapper = HostSwapper(blocks, self.tiers) if self.tiers and kv_host_bytes else None
+        if swapper and cost is None:
+            cost = measure_cost(self.runner)
+        chosen = make_policy(policy) if isinstance(policy, str) else policy
+        self.scheduler = Scheduler(
+            blocks, limits, chosen, cost=cost, swapper=swapper, clock=clock, depth=depth
+        )
         if eos_token_ids is None:
             eos_token_ids = GenerationDefaults.read(artifact.path).eos_token_ids
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.loop = Loop(
+            self.scheduler,
+            self.runner,
+            self._prepare,
+            vocab=program.vocab,
+            eos_token_ids=self.eos_token_ids,
+            depth=depth,
+            wait=self.tiers.wait if self.tiers else lambda: None,
+        )
         self._ids = itertools.count()
 
     @property
@@ -78,12 +123,12 @@ class Engine:
 
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
-        self.runner.trace = trace or NO_TRACE
+        self.runner.trace = self.loop.trace = trace or NO_TRACE
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return self.loop.has_work
 
     def add_request(
         self,
@@ -93,11 +138,20 @@ class Engine:
         ignore_eos: bool = False,
         want_logits: bool = False,
         prompt_logits: bool = False,
+        want_logprobs: bool = False,
+        salt: str = "",
+        priority: int = 0,
+        ttft_s: float | None = None,
+        token_s: float | None = None,
+        width: int = 1,
+        on_commit: CommitHook | None = None,
     ) -> Request:
         """Queues a request; RequestError if it is invalid or could never run.
 
         `max_tokens` None: as many as the model's length leaves. `want_logits` keeps the logits of each
-        generated token in `request.logits`, `prompt_logits` those of every prompt position as well.
+        generated token in `request.logits`, `prompt_logits` those of every prompt position as well;
+        `want_logprobs` keeps the log probabilities of generated tokens in `request.logprobs`. The rest as in
+        Request.
         """
         if not prompt:
             raise RequestError("is empty", place="prompt", remedy="give one token at least")
@@ -108,6 +162,9 @@ class Engine:
             max_tokens = max(self.program.max_len - len(prompt), 1)
         if max_tokens < 1:
             raise RequestError(f"{max_tokens} is less than 1", place="max_tokens")
+        for name, seconds in (("ttft_s", ttft_s), ("token_s", token_s)):
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise RequestError(f"{seconds} is no number of seconds", place=name)
         request = Request(
             next(self._ids),
             list(prompt),
@@ -116,76 +173,38 @@ class Engine:
             ignore_eos=ignore_eos,
             want_logits=want_logits,
             prompt_logits=prompt_logits,
+            want_logprobs=want_logprobs,
+            width=width,
+            on_commit=on_commit,
+            salt=salt,
+            priority=priority,
+            ttft_s=ttft_s,
+            token_s=token_s,
         )
         self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """Ends a request in any state; its blocks are free at once. Idempotent."""
-        if not request.is_finished:
-            self._finish(request, "abort")
+        """Ends a request in any state; its blocks are free when the steps in flight are done. Idempotent."""
+        self.loop.abort(request)
 
     def step(self) -> list[RequestOutput]:
-        """Schedules and runs one step; the outputs of the requests that it brought forward."""
-        trace = self.trace
-        with trace.span("schedule"):
-            entries = self.scheduler.schedule()
-        if not entries:
-            return []
-        with trace.span("prepare"):
-            batch = build_batch(entries, self.program)
-        self.runner.submit(batch)
-        output = self.runner.collect()
-        with trace.span("commit"):
-            return self._commit(entries, output)
+        """Keeps `depth` steps in flight and ends the oldest; what that brought."""
+        return self.loop.step()
 
     def stream(self) -> Iterator[RequestOutput]:
         """Steps until no request is left."""
-        while self.has_work:
-            yield from self.step()
+        return self.loop.stream()
 
-    def _commit(self, entries: Sequence[Entry], output: StepOutput) -> list[RequestOutput]:
-        outputs, row = [], 0
-        for entry in entries:
-            rows = slice(row, row + entry.num_logits)
-            row += entry.num_logits
-            try:
-                token = self._advance(entry, output, rows)
-            except Exception as error:  # whatever went wrong, it ends this request only
-                entry.request.error = error
-                self._finish(entry.request, "error")
-                token = None
-            if token is not None or entry.request.is_finished:
-                tokens = () if token is None else (token,)
-                outputs.append(RequestOutput(entry.request, tokens, entry.request.finish_reason))
-        return outputs
+    def close(self) -> None:
+        """Keeps cached blocks in `kv_dir` and ends the engine's threads. Idempotent; no step may follow."""
+        self.scheduler.blocks.close()
 
-    def _advance(self, entry: Entry, output: StepOutput, rows: slice) -> int | None:
-        """Enters a step's results into a sequence; its new token if it has one."""
-        request, sequence = entry.request, entry.sequence
-        sequence.num_computed = entry.start + entry.num_tokens
-        if entry.num_logits:
-            sequence.next_logit = sequence.num_computed
-            if request.want_logits:
-                request.logits.append(_copy(output.logits, rows))
-        if sequence.num_pending:
-            return None
-        token = int(output.tokens[rows.stop - 1])
-        if not 0 <= token < self.program.vocab:
-            raise RequestError(f"the model's logits are not numbers (token {token})", place="model")
-        sequence.tokens.append(token)
-        if token in self.eos_token_ids and not request.ignore_eos:
-            self._finish(request, "stop")
-        elif len(sequence) == request.max_len:
-            self._finish(request, "length")
-        return token
+    def __enter__(self) -> Engine:
+        return self
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
-        self.scheduler.finish(request)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-
-def _copy(logits: Any, rows: slice) -> Any:
-    """A request's own rows: a view would keep the whole step's logits alive."""
-    assert logits is not None
-    return logits[rows].copy()
+    def _prepare(self, entries: Sequence[Entry]) -> Batch:
+        return build_batch(entries, self.program, self.scheduler.blocks.take_copies())

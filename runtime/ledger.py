@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from pagec.compiler.errors import CapacityError
 from pagec.compiler.program import Program
@@ -16,7 +17,8 @@ MAX_SLICE_BYTES: Final = (1 << 32) - (1 << 12)
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Bytes of each area of device memory."""
+    """Bytes of each area of device memory. `graphs_bytes`: recorded steps, where a device records any.
+    `kv_tier_bytes`: limits of the tiers below the KV pool, by name; they are no part of the total."""
 
     weights_bytes: int
     tables_bytes: int
@@ -26,19 +28,24 @@ class Ledger:
     kv_blocks: int
     kv_tokens: int
     weights_memory: str
+    graphs_bytes: int = 0
+    kv_tier_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
-        areas = self.weights_bytes, self.tables_bytes, self.workspace_bytes, self.step_bytes, self.kv_bytes
-        return sum(areas)
+        return self.weights_bytes + self.tables_bytes + self._working_bytes + self.kv_bytes
+
+    @property
+    def _working_bytes(self) -> int:
+        return self.workspace_bytes + self.step_bytes + self.graphs_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """What must be allocated whatever the pool's size. Mapped weights are the page cache's."""
         weights = 0 if self.weights_memory == "mmap" else self.weights_bytes
-        return weights + self.tables_bytes + self.workspace_bytes + self.step_bytes
+        return weights + self.tables_bytes + self._working_bytes
 
-    def to_json(self) -> dict[str, int | str]:
+    def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "total_bytes": self.total_bytes}
 
     def lines(self) -> list[str]:
@@ -49,8 +56,10 @@ class Ledger:
             ("tables", self.tables_bytes, ""),
             ("workspace", self.workspace_bytes, ""),
             ("step arrays", self.step_bytes, ""),
+            *([("graphs", self.graphs_bytes, "")] if self.graphs_bytes else []),
             ("KV pool", self.kv_bytes, f"{self.kv_blocks} blocks, {self.kv_tokens} tokens"),
             ("total", self.total_bytes, ""),
+            *((f"KV on {name}", size, "at most") for name, size in self.kv_tier_bytes.items()),
         ]
         return [f"{name:11} {size / 1e6:>10,.1f} MB  {note}".rstrip() for name, size, note in areas]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,8 @@ class StepOutput:
 
 
 # Which row count a launch takes, in the order in which `run` gives them.
-_COUNTS: Final[Mapping[RowCount, int]] = {"T": 0, "tiles": 1, "R": 2}
+_COUNTS: Final[Mapping[RowCount, int]] = {"T": 0, "tiles": 1, "R": 2, "merges": 3, "logits": 4, "greedy": 5}
+NUM_COUNTS: Final = len(_COUNTS)
 
 
 class Runner:
@@ -64,7 +66,8 @@ class Runner:
         self.body = self.prepare(launch.name for launch in program.body)
         self.head = self.prepare(launch.name for launch in program.head)
         self.trace: Trace = NO_TRACE
-        self._done: StepOutput | None = None
+        self._done: deque[StepOutput] = deque()
+        self._previous: I32 = np.zeros(0, np.int32)  # the tokens that the last submitted step chose
 
     def run(self, batch: Batch) -> StepOutput:
         """One step from beginning to end."""
@@ -72,35 +75,63 @@ class Runner:
         return self.collect()
 
     def submit(self, batch: Batch) -> None:
-        """Starts a step (on a CPU: runs it); `collect` gives its output."""
-        assert self._done is None, "a step is in flight"
+        """Starts a step (on a CPU: runs it); `collect` gives the outputs, the oldest first."""
         self._check(batch)
+        kv = self.program.kv
+        if len(batch.copies):
+            with self.trace.span("copy"):
+                self._device.copy_blocks(self.memory.kv, kv.spans, kv.span_bytes, batch.copies)
         self.trace.batch(batch)
         with self.trace.span("upload"):
             self.upload(batch)
         with self.trace.span("body"):
-            self._launch(self.body, self.program.body, (batch.num_tokens, len(batch.tiles), 0))
-        self._done = self._run_head(batch)
+            tiles = len(batch.tiles)
+            merges = self.program.merges(tiles, max(batch.seq_lens))
+            self._launch(self.body, self.program.body, (batch.num_tokens, tiles, 0, merges, 0, 0))
+        output = self._run_head(batch)
+        self._previous = output.tokens
+        self._done.append(output)
 
     def collect(self) -> StepOutput:
-        """Waits for the step in flight."""
-        assert self._done is not None, "no step is in flight"
-        output, self._done = self._done, None
-        return output
+        """Waits for the oldest step in flight."""
+        assert self._done, "no step is in flight"
+        return self._done.popleft()
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks of the pool, (source, target), between two steps."""
+        kv = self.program.kv
+        pairs = np.array(copies, np.int32).reshape(-1, 2)
+        self._device.copy_blocks(self.memory.kv, kv.spans, kv.span_bytes, pairs)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[Any]:
+        """Host copies of blocks of the pool, opaque bytes."""
+        kv = self.program.kv
+        return list(self._device.read_blocks(self.memory.kv, kv.spans, kv.span_bytes, blocks))
+
+    def write_blocks(self, blocks: Sequence[int], data: Sequence[Any]) -> None:
+        """Puts such copies (anything with a buffer) into blocks of the pool."""
+        kv = self.program.kv
+        arrays = [np.frombuffer(block, np.uint8) for block in data]
+        self._device.write_blocks(self.memory.kv, kv.spans, kv.span_bytes, blocks, arrays)
 
     def fill_kv_with_nan(self) -> None:
         """Poisons the whole pool (tests: no result may depend on stale keys and values)."""
         self._device.fill_nan(self.memory.kv)
 
     def prepare(self, names: Iterable[str]) -> Prepared:
-        """Some of the program's launches as a list of their own; `run` takes tokens, tiles, logit rows."""
+        """Some of the program's launches as a list of their own; `run` takes tokens, tiles, logit rows,
+        merges."""
         return self._device.prepare([self._calls[name] for name in names])
 
     def launch(self, name: str, num_rows: int) -> None:
         """Runs one launch alone, on whatever its arguments hold (for verify and the tuner)."""
-        self.prepare([name]).run(num_rows, num_rows, num_rows)
+        self.prepare([name]).run(*[num_rows] * NUM_COUNTS)
 
-    def _launch(self, calls: Prepared, launches: Sequence[Launch], rows: tuple[int, int, int]) -> None:
+    def head_counts(self, num_rows: int, want_logits: bool) -> tuple[int, ...]:
+        """Row counts of the head, as `Prepared.run` takes them."""
+        return (0, 0, num_rows, 0, *((num_rows, 0) if want_logits else (0, num_rows)))
+
+    def _launch(self, calls: Prepared, launches: Sequence[Launch], rows: tuple[int, ...]) -> None:
         if self.trace.kernels:
             times = calls.time_us(*rows)
             self.trace.launches(launches, [rows[_COUNTS[launch.rows]] for launch in launches], times)
@@ -115,7 +146,7 @@ class Runner:
             self.trace.head(len(rows))
             with self.trace.span("head"):
                 self.upload_logit_rows(rows)
-                self._launch(self.head, self.program.head, (0, 0, len(rows)))
+                self._launch(self.head, self.program.head, self.head_counts(len(rows), batch.want_logits))
             tokens.append(self._read("argmax", len(rows)))
             if batch.want_logits:
                 logits.append(self._read("logits", len(rows)))
@@ -148,19 +179,29 @@ class Runner:
     def upload(self, batch: Batch) -> None:
         """Puts a batch's arrays where kernels read them."""
         upload, steps = self._device.upload, self.memory.steps
-        upload(steps["tokens"], batch.tokens)
+        upload(steps["tokens"], self._known(batch.tokens))
         upload(steps["positions"], batch.positions)
         upload(steps["query_start"], batch.query_start)
         upload(steps["seq_lens"], batch.seq_lens)
         upload(steps["tiles"], batch.tiles)
         for group, (slots, tables) in enumerate(zip(batch.slot_mapping, batch.block_tables, strict=True)):
             upload(steps[f"slot_mapping.{group}"], slots)
-            upload(steps[f"block_tables.{group}"], tables)
+            self._device.upload_rows(steps[f"block_tables.{group}"], tables, 4 * self.program.max_blocks)
+
+    def _known(self, tokens: I32) -> I32:
+        """The tokens, with what the step before chose in place of -1 - row."""
+        rows = np.flatnonzero(tokens < 0)
+        if not len(rows):
+            return tokens
+        known = tokens.copy()
+        # A row whose logits are no numbers chooses none: its request will fail, the others go on.
+        known[rows] = np.clip(self._previous[-1 - tokens[rows]], 0, self.program.vocab - 1)
+        return known
 
     def _call(self, launch: Launch) -> KernelCall:
         kernels = {kernel.key: kernel for kernel in self.program.kernels}
         try:
-            chosen = [kernels[key] for _, key in launch.variants]
+            chosen = [kernels[key] for _, key in launch.variants if key]
             if len({kernel.signature for kernel in chosen}) > 1:
                 raise ValueError("its kernels take different arrays")
             pairs = zip(launch.args, chosen[0].signature, strict=True)
@@ -171,6 +212,5 @@ class Runner:
                 place="program.json",
                 remedy="compile the model again",
             ) from error
-        limits = [limit for limit, _ in launch.variants]
-        variants = zip(limits, (kernel.symbol for kernel in chosen), strict=True)
-        return KernelCall(launch.name, _COUNTS[launch.rows], tuple(variants), tensors)
+        variants = tuple((limit, kernels[key].symbol if key else "") for limit, key in launch.variants)
+        return KernelCall(launch.name, _COUNTS[launch.rows], variants, tensors)

@@ -1,9 +1,12 @@
 """What happened when in a step, as a Chrome trace (chrome://tracing, Perfetto).
 
-    row "engine"    schedule, prepare, upload, body, head, commit
+    row "engine"    schedule, prepare, copy, upload, body, head, commit
+    row "steps"     execute: from a step's submission until its results are there, with what it computes
     row "kernels"   each launch with its kernel's key and number of rows (Recorder(kernels=True))
+    "blocks"        used, cached and free blocks after each step; "block events": since the step before,
+                    how many were allocated, copied, evicted, and tokens found in the cache
 
-Every event carries the step's number; `Recorder.steps` has the shape of each step.
+Every event carries the step's number; `Recorder.steps` has the shape of each step. Steps may overlap.
 """
 
 from __future__ import annotations
@@ -12,17 +15,26 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from pagec.compiler.program import Launch
     from pagec.runtime.batch import Batch
+    from pagec.runtime.block_manager import BlockManager
+    from pagec.runtime.scheduler import Entry
 
-Row = Literal["engine", "kernels"]
-_ROWS: Final[tuple[Row, ...]] = ("engine", "kernels")
+Row = Literal["engine", "steps", "kernels"]
+_ROWS: Final[tuple[Row, ...]] = ("engine", "steps", "kernels")
 _NOTHING: Final = nullcontext()
+# What happens to blocks, and where the block manager counts it.
+_BLOCK_EVENTS: Final = {
+    "allocated": "allocations",
+    "copied": "copies",
+    "evicted": "evictions",
+    "hit_tokens": "hit_tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,16 @@ class Event:
     start_us: float
     duration_us: float
     args: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Numbers at a moment; microseconds since the trace began."""
+
+    name: str
+    step: int
+    at_us: float
+    values: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -56,10 +78,25 @@ class Trace:
 
     kernels: bool = False
 
+    def at(self, step: int | None) -> int:
+        """Turns to a step, None: to one that has not begun. Its number."""
+        del step
+        return 0
+
+    def now_us(self) -> float:
+        """Microseconds since the trace began."""
+        return 0.0
+
     def span(self, name: str) -> AbstractContextManager[None]:
         """The time inside a `with`."""
         del name
         return _NOTHING
+
+    def execute(self, entries: Sequence[Entry], began_us: float) -> None:
+        """A step of these entries, submitted at this time, has just been collected."""
+
+    def blocks(self, blocks: BlockManager) -> None:
+        """The state of the blocks after a step."""
 
     def batch(self, batch: Batch) -> None:
         """A step's batch, before it runs."""
@@ -80,15 +117,22 @@ class Recorder(Trace):
     def __init__(self, *, kernels: bool = False) -> None:
         self.kernels = kernels
         self.events: list[Event] = []
+        self.counts: list[Count] = []
         self.steps: list[StepShape] = []
         self._began = time.perf_counter()
         self._step = 0
+        self._totals = dict.fromkeys(_BLOCK_EVENTS, 0)
 
     def clear(self) -> None:
         """Forgets what was recorded."""
         self.events.clear()
+        self.counts.clear()
         self.steps.clear()
         self._step = 0
+
+    def at(self, step: int | None) -> int:
+        self._step = len(self.steps) if step is None else step
+        return self._step
 
     def now_us(self) -> float:
         return (time.perf_counter() - self._began) * 1e6
@@ -100,8 +144,24 @@ class Recorder(Trace):
             yield
         finally:
             self._add(name, "engine", start, self.now_us() - start, {})
-            if name == "commit":
-                self._step += 1
+
+    def execute(self, entries: Sequence[Entry], began_us: float) -> None:
+        args = {
+            "requests": [entry.request.id for entry in entries],
+            "decode_tokens": sum(entry.num_tokens for entry in entries if entry.num_tokens == 1),
+            "prefill_tokens": sum(entry.num_tokens for entry in entries if entry.num_tokens > 1),
+        }
+        self._add("execute", "steps", began_us, self.now_us() - began_us, args)
+
+    def blocks(self, blocks: BlockManager) -> None:
+        stats, now = asdict(blocks.stats()), self.now_us()
+        self.counts.append(
+            Count("blocks", self._step, now, {name: stats[name] for name in ("used", "cached", "free")})
+        )
+        totals = {name: int(stats[key]) for name, key in _BLOCK_EVENTS.items() if key in stats}
+        since = {name: total - self._totals[name] for name, total in totals.items()}
+        self.counts.append(Count("block events", self._step, now, since))
+        self._totals = totals
 
     def batch(self, batch: Batch) -> None:
         counts = (batch.query_start[1:] - batch.query_start[:-1]).tolist()
@@ -115,8 +175,9 @@ class Recorder(Trace):
     def launches(self, launches: Sequence[Launch], counts: Sequence[int], times_us: Sequence[float]) -> None:
         start = self.now_us() - sum(times_us)
         for launch, count, duration in zip(launches, counts, times_us, strict=True):
-            args = {"kernel": launch.key_for(count), "rows": count}
-            self._add(launch.name, "kernels", start, duration, args)
+            key = launch.key_for(count)
+            if key and count:  # else it was passed over
+                self._add(launch.name, "kernels", start, duration, {"kernel": key, "rows": count})
             start += duration
 
     def _add(self, name: str, row: Row, start: float, duration: float, args: dict[str, Any]) -> None:
@@ -141,7 +202,17 @@ class Recorder(Trace):
             }
             for event in sorted(self.events, key=lambda e: e.start_us)
         ]
-        return {"traceEvents": [*names, *spans], "displayTimeUnit": "ms"}
+        counts = [
+            {
+                "ph": "C",
+                "name": count.name,
+                "ts": round(count.at_us, 3),
+                "pid": 1,
+                "args": count.values,
+            }
+            for count in self.counts
+        ]
+        return {"traceEvents": [*names, *spans, *counts], "displayTimeUnit": "ms"}
 
     def _shape(self, event: Event) -> dict[str, Any]:
         if event.name != "body" or event.step >= len(self.steps):

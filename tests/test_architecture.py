@@ -38,6 +38,7 @@ LIGHT: Final = frozenset(
         "rope",
         "random_weights",
         "ir",
+        "sampling",
     )
 )
 
@@ -65,12 +66,17 @@ LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
     "pagec.compiler.ops": ("numpy", "torch"),
     "pagec.compiler.reference": ("numpy", "torch"),
     "pagec.compiler.backends.targets": ("yaml", ""),
-    "pagec.compiler.backends.cpu.build": ("", "tvm"),
+    "pagec.compiler.backends.cpu.build": ("", "tvm", "tvm_ffi"),
     "pagec.autotune": ("numpy", ""),
     "pagec.runtime": ("numpy", ""),
     "pagec.runtime.device.cpu": ("numpy", "tvm_ffi"),
     "pagec.runtime.sequence": ("", ""),
     "pagec.runtime.block_manager": ("", ""),
+    "pagec.runtime.free_blocks": ("", ""),
+    "pagec.runtime.prefix_index": ("", ""),
+    "pagec.runtime.policies": ("", ""),
+    "pagec.runtime.preemption": ("", ""),
+    "pagec.runtime.room": ("", ""),
     "pagec.runtime.scheduler": ("", ""),
     "pagec.runtime.tokenizer": ("jinja2 tokenizers", ""),
     "pagec.runtime.cli": ("typer", "rich"),
@@ -294,7 +300,7 @@ def test_every_directory_with_python_is_a_package() -> None:
 
 MACHINE_PATH: Final = re.compile(r"(?<![\w.])/(?:home|root|work|Users|opt|mnt)/\w")
 URL: Final = re.compile(r"https?://([\w.-]+)")
-HOSTS: Final = frozenset({"www.apache.org", "localhost", "127.0.0.1", "arxiv.org"})
+HOSTS: Final = frozenset({"www.apache.org", "www.w3.org", "localhost", "127.0.0.1", "arxiv.org"})
 
 
 def repository_files() -> Iterator[Path]:

@@ -204,6 +204,28 @@ BY_YAML: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"logit_scale": 0.5, "use_qk_norm": True, "pad_token_id": 0, "initializer_range": 0.2},
         {"norm_eps": 1e-5, "logit_scale": 0.5, "tied": True},
     ),
+    "gpt-neox": ("gpt_neox", {}, {"kv_heads": 4}),
+    "nemotron": ("nemotron", {}, {}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 80,
+        },
+        {
+            "layers": 3,
+            "dense_layers": 1,
+            "experts": 6,
+            "top_k": 2,
+            "inter": 40,
+            "shared_inter": 80,
+            "dense_inter": 192,
+        },
+    ),
 }
 
 

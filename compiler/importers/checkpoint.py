@@ -128,7 +128,8 @@ class WeightSource:
             pattern = self._present(weight)
             if weight.rows and pattern and not weight.stack:
                 shape = self.checkpoint.shape(pattern)
-                sizes[pattern] = shape[-1] if "transposed" in weight.stored else shape[0]
+                whole = shape[-1] if "transposed" in weight.stored else shape[0]
+                sizes[pattern] = weight.every or whole
                 ends[pattern] = max(ends.get(pattern, 0), weight.rows[1])
         return [
             f"surplus: rows {end} to {sizes[tensor]} of {tensor}"
@@ -147,14 +148,23 @@ def shape_problem(weight: WeightSpec, tensor: str, shape: tuple[int, ...]) -> st
     if "transposed" in weight.stored:
         found = found[::-1]
     wanted = weight.one_shape
-    if weight.rows and len(found) == len(wanted) and found[0] >= weight.rows[1]:
+    if weight.rows and len(found) == len(wanted) and _has_rows(weight, weight.rows, found[0]):
         found = (wanted[0], *found[1:])
     if found == wanted:
         return None
     part = f" as rows {weight.rows[0]} to {weight.rows[1]}" if weight.rows else ""
+    part += f" of every {weight.every}" if weight.every else ""
     return f"{tensor} is {list(shape)}, {weight.name} needs {list(wanted)}{part}" + (
         f" stored {' and '.join(weight.stored)}" if weight.stored else ""
     )
+
+
+def _has_rows(weight: WeightSpec, rows: tuple[int, int], count: int) -> bool:
+    """Whether a tensor of `count` rows holds those of the weight."""
+    first, end = rows
+    if weight.every is None:
+        return count >= end
+    return count == weight.one_shape[0] // (end - first) * weight.every
 
 
 def _logical(x: F32, weight: WeightSpec) -> F32:
@@ -162,7 +172,8 @@ def _logical(x: F32, weight: WeightSpec) -> F32:
     if "transposed" in weight.stored:
         x = x.T
     if weight.rows:
-        x = x[weight.rows[0] : weight.rows[1]]
+        blocks = x.reshape(-1, weight.every or len(x), *x.shape[1:])
+        x = blocks[:, weight.rows[0] : weight.rows[1]].reshape(-1, *x.shape[1:])
     for way in weight.stored:
         x = _UNDO[way](x, weight)
     return np.ascontiguousarray(x, dtype=np.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def draft(path: Path) -> str:
 
 def _notes(text: str, nearest: mappings.ImportMap, facts: HfFacts | GgufFacts) -> Iterable[str]:
     if isinstance(facts, HfFacts):
-        yield from _comments("Keys that no param reads:", _unread_keys(nearest, facts))
+        yield from _comments("Keys that no param reads:", _unread_keys(nearest, facts.config))
     try:
         spec = parse_spec(text, "draft.yaml")
     except SpecError as error:
@@ -65,14 +65,20 @@ def _notes(text: str, nearest: mappings.ImportMap, facts: HfFacts | GgufFacts) -
     yield from _family_graph(nearest.family)
 
 
-def _unread_keys(nearest: mappings.ImportMap, facts: HfFacts) -> list[str]:
-    read = {s.split(".")[0] for sources in nearest.params.values() for s in sources if isinstance(s, str)}
+def _unread_keys(nearest: mappings.ImportMap, config: Mapping[str, Any], path: str = "") -> list[str]:
+    """Keys of the configuration, those of nested maps with dots."""
+    read = {s for sources in nearest.params.values() for s in sources if isinstance(s, str)}
     read |= {"model_type", str(nearest.layer_types.get("key"))}
-    return [
-        f"{key}: {value!r}"
-        for key, value in facts.config.items()
-        if key not in read and value is not None and not _SILENT.fullmatch(key)
-    ]
+    found = []
+    for name, value in config.items():
+        key = path + name
+        if key in read or value is None or _SILENT.fullmatch(name):
+            continue
+        if isinstance(value, dict):
+            found += _unread_keys(nearest, value, f"{key}.")
+        else:
+            found.append(f"{key}: {value!r}")
+    return found
 
 
 def _tensor_notes(spec: ModelSpec, checkpoint: Checkpoint) -> Iterable[str]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,14 +30,9 @@ from pagec import configs
 from pagec.compiler.errors import CheckpointError
 from pagec.compiler.importers.checkpoint import Checkpoint
 from pagec.compiler.rope import KINDS, settings_of
-from pagec.compiler.spec.expr import suggestion
-from pagec.compiler.spec.family import Document, must_be_map, read_document, section_of
-from pagec.compiler.spec.naming import Kind, named_for
-from pagec.compiler.spec.source import Problems, Scalar, to_plain
-
-_KIND_KEY: Final[Mapping[Kind, str]] = {"hf": "model_type", "gguf": "arch"}
-_KEYS: Final = ("params", "words", "defaults", "expects", "layer_types", "names", "stored", "ignore")
-_SOURCE_KEYS: Final = ("tensor", "axis", "present", "absent", "value")
+from pagec.compiler.spec.family import Document, read_document, section_of
+from pagec.compiler.spec.naming import KIND_KEY, Kind, check_imports, named_for
+from pagec.compiler.spec.source import Scalar, to_plain
 
 
 class Facts(Protocol):
@@ -81,28 +76,11 @@ def known_maps(kind: Kind) -> list[ImportMap]:
 
 def import_map(family: str, document: Document, kind: Kind) -> ImportMap | None:
     """A family's section, if it names checkpoints of its own; SpecError if its form is wrong."""
-    own = section_of(section_of(document.own, "import"), kind).get(_KIND_KEY[kind])
+    own = section_of(section_of(document.own, "import"), kind).get(KIND_KEY[kind])
     section = section_of(section_of(document.tree, "import"), kind)
     if own is None or not section.entries:
         return None
-    problems = Problems()
-    for key in section.entries:
-        if key not in (*_KEYS, _KIND_KEY[kind]):
-            problems.add(section.places[key], f"unknown key {key!r}", suggestion(key, list(_KEYS)))
-    for key in ("params", "words", "defaults", "expects", "layer_types"):
-        if key in section.entries:
-            with problems:
-                must_be_map(section.entries[key], section.place, f"'{key}'")
-    params = section_of(section, "params")
-    for name, node in params.entries.items():
-        for source in _listed(to_plain(node)):
-            if not isinstance(source, str) and not (
-                isinstance(source, dict) and set(source) <= set(_SOURCE_KEYS)
-            ):
-                problems.add(
-                    params.places[name], "not a key, nor a fact about a tensor", "see importers/mapping"
-                )
-    problems.raise_if_any()
+    check_imports(document.tree)
     plain = to_plain(section)
     weights = to_plain(section_of(named_for(document.tree, kind), "weights"))
     return ImportMap(
@@ -117,7 +95,7 @@ def import_map(family: str, document: Document, kind: Kind) -> ImportMap | None:
         plain.get("defaults", {}),
         {key: _listed(values) for key, values in plain.get("expects", {}).items()},
         plain.get("layer_types", {}),
-        tuple(tuple(map(str, _listed(w["name"]))) for w in weights.values() if "when" not in w),
+        tuple(names for w in weights.values() if (names := _always_there(w))),
     )
 
 
@@ -125,6 +103,12 @@ def _is_inside_expression(name: str, document: Document) -> bool:
     """Whether "rope.base" is inherited by a family whose rope is an expression: there is no map to fill."""
     root = section_of(document.tree, "params").get(name.split(".")[0])
     return "." in name and isinstance(root, Scalar)
+
+
+def _always_there(weight: Any) -> tuple[str, ...]:
+    """The tensors of a weight without conditions (whose form is checked where a spec is resolved)."""
+    plain = isinstance(weight, dict) and "when" not in weight
+    return tuple(map(str, _listed(weight.get("name", [])))) if plain else ()
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

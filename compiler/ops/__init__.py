@@ -10,6 +10,7 @@ dtypes are; `cast` alone rounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import pagec.compiler.ops.table  # noqa: F401  (fills OPS)
 from pagec.compiler.ops.op import (
@@ -38,8 +39,11 @@ def elementwise(name: str, params: Sequence[Param], *, meaning: Meaning, scalar:
     return Op(name, tuple(params), elementwise_rule, meaning, rowwise=True, scalar=scalar)
 
 
+BUILT_IN: Final = frozenset(OPS)
+
 __all__ = [
     "ACTIVATIONS",
+    "BUILT_IN",
     "OPS",
     "REQUIRED",
     "Attrs",

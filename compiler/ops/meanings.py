@@ -32,12 +32,17 @@ def rmsnorm(x: torch.Tensor, w: torch.Tensor | None = None, *, eps: float, offse
 
 
 def layernorm(
-    x: torch.Tensor, w: torch.Tensor | None = None, b: torch.Tensor | None = None, *, eps: float
+    x: torch.Tensor,
+    w: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    eps: float,
+    offset: float = 0.0,
 ) -> Any:
     import torch
 
     y = torch.nn.functional.layer_norm(x, x.shape[-1:], None, None, eps)
-    y = y if w is None else y * w
+    y = y if w is None else y * (w + offset)
     return y if b is None else y + b
 
 

@@ -17,9 +17,9 @@ Meaning = Callable[..., Any]
 # "scalar": a constant; "rope": a map of rope settings, flattened into attributes; "step": filled in by
 # the compiler from the step's own inputs (positions, sequences).
 ParamKind = Literal["value", "weight", "either", "scalar", "rope", "step"]
-# What a scalar is: a finite number (given as a float), one above zero, a positive whole number, a word,
-# the name of an activation, or whatever an op of a user's takes.
-ScalarType = Literal["number", "positive", "size", "word", "activation", "any"]
+# What a scalar is: a finite number (given as a float), one above zero, a positive whole number, true or
+# false, a word, the name of an activation, or whatever an op of a user's takes.
+ScalarType = Literal["number", "positive", "size", "flag", "word", "activation", "any"]
 REQUIRED: Final = object()
 
 
@@ -84,9 +84,20 @@ OPS: dict[str, Op] = {}
 
 
 def register(op: Op) -> Op:
-    """Adds an op to the table; a name can be taken once."""
+    """Adds an op to the table; ValueError if its name is taken, or something that it needs is missing."""
     if op.name in OPS:
         raise ValueError(f"there is already an op named {op.name!r}")
+    if not op.name.isidentifier() or op.name.startswith("_"):
+        raise ValueError(f"an op cannot be named {op.name!r}")
+    names = [param.name for param in op.params]
+    if len(set(names)) != len(names):
+        raise ValueError(f"op {op.name!r} has two parameters of one name")
+    for what, rule in (("shape rule", op.infer), ("meaning", op.meaning)):
+        if not callable(rule):
+            raise ValueError(f"op {op.name!r} has no {what}: {rule!r} is no function")
+    for template in op.templates.values():
+        if not template.is_file():
+            raise ValueError(f"op {op.name!r} has no template: there is no file {str(template)!r}")
     OPS[op.name] = op
     return op
 

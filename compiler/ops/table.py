@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pagec.compiler.ops import meanings, shapes
+from pagec.compiler.ops import meanings, sampling, shapes
 from pagec.compiler.ops.op import Op, Param, register
 
 _X = Param("x", "value")
 _STEP = (Param("positions", "step"), Param("sequences", "step"))
 _MASK = (
-    Param("scale", "scalar", type="number"),
+    Param("scale", "scalar", type="positive"),
     Param("window", "scalar", None, "size"),
     Param("softcap", "scalar", None, "positive"),
 )
@@ -50,7 +50,13 @@ for _op in (
     ),
     Op(
         "layernorm",
-        (_X, Param("w", "weight", None), Param("b", "weight", None), Param("eps", "scalar", type="number")),
+        (
+            _X,
+            Param("w", "weight", None),
+            Param("b", "weight", None),
+            Param("eps", "scalar", type="number"),
+            Param("offset", "scalar", 0, "number"),
+        ),
         shapes.norm,
         meanings.layernorm,
         rowwise=True,
@@ -90,7 +96,7 @@ for _op in (
     Op("softmax", (_X,), shapes.same, lambda x: x.softmax(-1), rowwise=True),
     Op(
         "top_k_of",
-        (_X, Param("k", "scalar", type="size"), Param("normalize", "scalar", False)),
+        (_X, Param("k", "scalar", type="size"), Param("normalize", "scalar", False, "flag")),
         shapes.top_k,
         meanings.top_k,
     ),
@@ -184,5 +190,12 @@ for _op in (
         internal=True,
     ),
     Op("argmax", (_X,), shapes.argmax, lambda x: x.argmax(-1), internal=True),
+    Op(
+        "sample",
+        (_X, Param("settings", "value"), Param("edits", "value"), Param("masks", "value")),
+        sampling.shape,
+        sampling.sample,
+        internal=True,
+    ),
 ):
     register(_op)

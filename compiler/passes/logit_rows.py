@@ -37,10 +37,12 @@ def take_logit_rows(graph: Graph) -> Graph:
 
 
 def _needed_by_attention(graph: Graph) -> set[str]:
-    """Values that some attention reads or gives, and all that they are made from."""
+    """Values that some attention reads or gives, and all that they are made from; also what reads numbers of
+    a row (its token, its position), which lie where the step puts them."""
     needed: set[str] = set()
     for node in reversed(graph.nodes):
-        if node.op == "attention" or needed & set(node.outputs):
+        whole = any(not graph.type(name).inner for name in node.values())
+        if node.op == "attention" or whole or needed & set(node.outputs):
             needed |= set(node.outputs) | set(node.values())
     return needed
 

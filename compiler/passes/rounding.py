@@ -27,12 +27,15 @@ def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
     nodes: list[Node] = []
     rounded: set[str] = set()
 
-    def cast(name: str, to: DType) -> str:
+    users = graph.users()
+
+    def cast(name: str, to: DType, alone: str = "") -> str:
+        """`alone`: the name of a copy that nothing else reads, so that it can be fused with its reader."""
         source = types[name[1:]]
         assert isinstance(source, Type)
         if to == "f32" or source.dtype == to:
             return name
-        new = f"{name[1:]}.{to}"
+        new = alone if alone and len(users[name[1:]]) > 1 else f"{name[1:]}.{to}"
         if new not in rounded:
             rounded.add(new)
             types[new] = replace(source, dtype=to)
@@ -45,8 +48,12 @@ def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
             case "linear" | "grouped_linear":
                 inputs[0] = cast(inputs[0], dtype)
             case "kv_write":
-                inputs[1:3] = [cast(inputs[1], kv_dtype), cast(inputs[2], kv_dtype)]
+                cache = node.inputs[0][1:]
+                inputs[1:3] = [
+                    cast(inputs[1], kv_dtype, f"{cache}.k"),
+                    cast(inputs[2], kv_dtype, f"{cache}.v"),
+                ]
             case "paged_attention":
-                inputs[0] = cast(inputs[0], kv_dtype)
+                inputs[0] = cast(inputs[0], kv_dtype, f"{node.outputs[0]}.q")
         nodes.append(replace(node, inputs=tuple(inputs)))
     return graph.with_nodes(nodes, types, weights)

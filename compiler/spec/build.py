@@ -22,7 +22,7 @@ from typing import Any, Final
 from pagec.compiler import ops
 from pagec.compiler.errors import SpecError
 from pagec.compiler.ir import Attr, Graph, Node, Type, ValueType
-from pagec.compiler.rope import checked_attrs
+from pagec.compiler.rope import RopeError, checked_attrs
 from pagec.compiler.spec.expr import Evaluator, Expression, Statement, is_number, show, weight_name
 from pagec.compiler.spec.model import ModelSpec
 from pagec.compiler.spec.names import RESULT
@@ -59,6 +59,9 @@ class Absent:
 
     name: str
 
+    def __repr__(self) -> str:
+        return f"${self.name}, which is absent here"
+
 
 class _Broken:
     """The value of a statement that has a mistake: what follows from it is not reported again."""
@@ -87,6 +90,7 @@ class _Builder:
         self.weights: dict[str, Type] = {}
         self.bound: dict[str, Any] = {name: Tensor(f"%{name}", _ID) for name in STEP_INPUTS}
         self.taken: set[str] = set(STEP_INPUTS)
+        self.choices: dict[str, int] = {}  # of how many experts each choice of top_k_of is
         self.layer: int | None = None
         self.scope = spec.scope()
 
@@ -100,8 +104,9 @@ class _Builder:
         self._statements(parts.last, None)
         self.problems.raise_if_any()
         self._check_result()
-        graph = Graph(STEP_INPUTS, (RESULT,), tuple(self.nodes), self.types, self.weights)
-        return _renamed(graph, self.bound[RESULT].reference[1:])
+        result = self.bound[RESULT].reference[1:]
+        graph = Graph(STEP_INPUTS, (RESULT,), _needed(self.nodes, result), self.types, self.weights)
+        return _renamed(_pruned(graph), result)
 
     def _statements(self, statements: Sequence[Statement], layer: int | None) -> None:
         self.layer, self.scope = layer, self.spec.scope(layer)
@@ -119,6 +124,8 @@ class _Builder:
         else:
             found = _Expression(statement.values[0], self, names).run()
             values = list(found) if isinstance(found, tuple) else [found]
+            if found is None:  # in layers of this kind there is nothing of the sort
+                values *= len(names)
             if len(values) != len(names):
                 raise statement.values[0].error(
                     None, f"one value for {len(names)} names", "give each name a value of its own"
@@ -156,6 +163,27 @@ class _Builder:
             raise last.error(
                 f"the logits are {what}, not {wanted}", "end with a linear that gives vocab elements"
             )
+
+
+def _needed(nodes: Sequence[Node], result: str) -> tuple[Node, ...]:
+    """The nodes that the result is made from: a layer may bind values that only others use."""
+    needed, kept = {result}, []
+    for node in reversed(nodes):
+        if needed & set(node.outputs):
+            needed |= set(node.values())
+            kept.append(node)
+    return tuple(reversed(kept))
+
+
+def _pruned(graph: Graph) -> Graph:
+    """Without the types and weights of what is not there."""
+    made = {name for node in graph.nodes for name in node.outputs} | set(graph.inputs)
+    read = {name for node in graph.nodes for name in node.weights()}
+    return replace(
+        graph,
+        types={name: t for name, t in graph.types.items() if name in made},
+        weights={name: t for name, t in graph.weights.items() if name in read},
+    )
 
 
 def _renamed(graph: Graph, result: str) -> Graph:
@@ -202,6 +230,9 @@ class _Expression(Evaluator):
             return self.emit(node, "mul", [value], {"scalar": -1.0})
         return super().negative(node, value)
 
+    def shown(self, value: Any) -> str:
+        return _describe(value) if isinstance(value, Tensor) else show(value)
+
     def number(self, node: ast.expr, value: Any) -> Any:
         if isinstance(value, Absent):
             raise self.error(
@@ -224,11 +255,22 @@ class _Expression(Evaluator):
         if left.is_weight:
             raise self.error(node, "arithmetic over weights alone", "one operand must be a value")
         if isinstance(right, Tensor):
+            if name == "mul" and not right.is_weight and left.type.rows == right.type.rows:
+                left, right = sorted((left, right), key=lambda t: t.type.inner == (1,))
+                if right.type.inner == (1,) != left.type.inner:
+                    return self._weighed(node, left, right)
             return self.emit(node, name, [left, right], {})
         scalar = float(self.number(where, right))
         if name == "div" and scalar == 0:
             raise self.error(where, "a division by zero", "check the numbers")
         return self.emit(node, name, [left], {"scalar": scalar})
+
+    def _weighed(self, node: ast.BinOp, x: Tensor, weight: Tensor) -> Any:
+        """x[T,D] times weight[T,1]: the sum of x alone, weighted."""
+        if len(x.type.inner) != 1:
+            return self.emit(node, "mul", [x, weight], {})  # which says that the shapes differ
+        group = self.emit(node.left, "heads_of", [x], {"head_dim": x.type.inner[0]})
+        return self.emit(node, "weighted_sum", [group, weight], {})
 
     def call(self, node: ast.Call) -> Any:
         assert isinstance(node.func, ast.Name)
@@ -248,7 +290,23 @@ class _Expression(Evaluator):
                 value = self._scalar(given[param.name], param)
                 if value != param.default:
                     attrs[param.name] = value
-        return self.emit(node, op.name, inputs, attrs)
+        if op.name == "expert_linear":
+            self._check_choice(node, *inputs[1:3])
+        result = self.emit(node, op.name, inputs, attrs)
+        if op.name == "top_k_of":
+            self.builder.choices[result[1].reference] = inputs[0].type.inner[0]
+        return result
+
+    def _check_choice(self, node: ast.Call, weight: Tensor, choice: Tensor) -> None:
+        """A choice among more experts than there are would read past them."""
+        count = self.builder.choices.get(choice.reference)
+        if count is not None and len(weight.type.inner) == 3 and weight.type.inner[0] != count:
+            raise self.error(
+                node,
+                f"expert_linear: {weight.reference} has {weight.type.inner[0]} experts, "
+                f"the choice is among {count}",
+                "let 'stack' and the router's shape agree",
+            )
 
     def _arguments(self, node: ast.Call, op: ops.Op) -> dict[str, ast.expr]:
         """The arguments by their parameters' names."""
@@ -322,15 +380,17 @@ class _Expression(Evaluator):
             return float(value)
         fits = {
             "size": isinstance(value, int) and is_number(value) and value > 0,
+            "flag": isinstance(value, bool),
             "word": isinstance(value, str),
             "any": value is None or isinstance(value, (bool, int, float, str)),
         }
         if fits.get(param.type):
             assert value is None or isinstance(value, (bool, int, float, str))
             return value
-        what = _describe(value) if isinstance(value, Tensor) else show(value)
         raise self.error(
-            node, f"{param.name} is {what}, not {_WANTED[param.type]}", "check the params it comes from"
+            node,
+            f"{param.name} is {self.shown(value)}, not {_WANTED[param.type]}",
+            self.builder.scope.origin(node),
         )
 
     def _rope(self, node: ast.expr) -> dict[str, Attr]:
@@ -341,15 +401,16 @@ class _Expression(Evaluator):
             )
         try:
             return checked_attrs(value, self.builder.spec.max_len, self.builder.scope.get("max_len"))
-        except ValueError as error:
-            raise self.error(node, str(error), "mend the rope param") from None
+        except RopeError as error:
+            settings = self.builder.scope.map_of(self.expression, node)
+            if settings is None:
+                raise self.error(node, str(error), error.remedy) from None
+            place = settings.places.get(error.key) or settings.places.get("kind") or settings.place
+            raise place.error(str(error), error.remedy) from None
 
     def emit(self, node: ast.expr, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Attr]) -> Any:
         """Appends a node; its result, or a tuple of results."""
-        try:
-            types = ops.infer(op, [tensor.type for tensor in inputs], attrs)
-        except ops.ShapeError as error:
-            raise self.error(node, f"{op}: {error}", "make the shapes of weights and values agree") from None
+        types = self._types(node, op, [tensor.type for tensor in inputs], attrs)
         is_top = node is self.top
         if len(types) != (len(self.names) if is_top else 1):
             count = len(self.names) if is_top else 1
@@ -360,11 +421,28 @@ class _Expression(Evaluator):
         results = self.builder.add(Node(op, tuple(t.reference for t in inputs), tuple(names), attrs), types)
         return results[0] if len(results) == 1 else tuple(results)
 
+    def _types(
+        self, node: ast.expr, op: str, types: Sequence[ValueType], attrs: Mapping[str, Attr]
+    ) -> Sequence[ValueType]:
+        try:
+            found = ops.infer(op, types, attrs)
+        except ops.ShapeError as error:
+            raise self.error(node, f"{op}: {error}", "make the shapes of weights and values agree") from None
+        except Exception as error:
+            if op in ops.BUILT_IN:
+                raise
+            what = f"{op}: its shape rule fails: {type(error).__name__}: {error}"
+            raise self.error(node, what, "mend the file of --ops") from error
+        if not all(isinstance(t, Type) for t in found):
+            raise self.error(node, f"{op}: its shape rule gives {found!r:.80}", "give a list of Type")
+        return found
+
 
 _WANTED: Final = {
     "number": "a number",
     "positive": "a number above zero",
     "size": "a positive whole number",
+    "flag": "true or false",
     "word": "a word",
     "activation": f"an activation ({', '.join(ops.ACTIVATIONS)})",
     "any": "a scalar",

@@ -189,8 +189,18 @@ def is_number(value: object) -> bool:
 
 def show(value: object) -> str:
     """A value as a spec would write it, for messages."""
+    return f"{_written(value):.80}"
+
+
+def _written(value: object) -> str:
     words = {None: "none", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else f"{value!r:.80}"
+    if value is None or isinstance(value, bool):
+        return words[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_written(entry)}' for key, entry in value.items())}}}"
+    return repr(value)
 
 
 def _power(a: float, b: float) -> Any:
@@ -269,7 +279,13 @@ class Evaluator:
         value = self.visit(node)
         if value is None or isinstance(value, bool):
             return bool(value)
-        raise self.error(node, f"{show(value)} is not true or false", "compare it, e.g. x > 0 or x != none")
+        raise self.error(
+            node, f"{self.shown(value)} is not true or false", "compare it, e.g. x > 0 or x != none"
+        )
+
+    def shown(self, value: Any) -> str:
+        """A value as messages call it."""
+        return show(value)
 
     def negative(self, node: ast.UnaryOp, value: Any) -> Any:
         return self.checked(node, -self.number(node.operand, value))

@@ -19,7 +19,7 @@ from pagec.compiler.spec import weights as weights_section
 from pagec.compiler.spec.expr import is_number, suggestion
 from pagec.compiler.spec.family import Document, document_of, merged, read_text, section_of, text_of
 from pagec.compiler.spec.names import SIZES, Reach, check_names, reach
-from pagec.compiler.spec.naming import named_for
+from pagec.compiler.spec.naming import check_imports, named_for
 from pagec.compiler.spec.outline import Outline, outline
 from pagec.compiler.spec.scope import LayerNeededError, Scope, overridden
 from pagec.compiler.spec.source import Map, Place, Problems, from_plain, to_plain
@@ -93,7 +93,12 @@ def parse_spec(text: str, file: str, checkpoint: Path | None = None) -> ModelSpe
 def _resolve(document: Document, file: Path, checkpoint: Path | None) -> ModelSpec:
     checkpoint = checkpoint or _checkpoint(document.tree)
     is_gguf = checkpoint is not None and checkpoint.suffix == ".gguf"
-    parts = outline(named_for(document.tree, "gguf" if is_gguf else "hf"))
+    problems = Problems()
+    with problems:
+        check_imports(document.tree)
+    with problems:
+        parts = outline(named_for(document.tree, "gguf" if is_gguf else "hf"))
+    problems.raise_if_any()
     used = reach(parts)
     check_names(document, parts, used)
     own_name = document.own.get("name")

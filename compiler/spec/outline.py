@@ -88,6 +88,7 @@ def _types(
 ) -> dict[str, Map]:
     types = {}
     for name, node in section.entries.items():
+        types[name] = Map({}, {}, section.places[name])
         with problems:
             types[name] = must_be_map(node, section.places[name], f"the type {name!r}")
             for param in types[name].entries.keys() - params.keys():

@@ -25,6 +25,7 @@ from pagec.compiler.spec.source import List, Map, Node, Place, Scalar
 # Inside a map, these keys hold a word and not an expression.
 WORD_KEYS: Final = ("kind",)
 INDEX: Final = "i"
+_MAX_ORIGINS: Final = 4
 # Values that every step brings.
 STEP_INPUTS: Final = ("tokens", "positions", "sequences")
 RESERVED: Final = frozenset({INDEX, *WORDS, *STEP_INPUTS})
@@ -121,14 +122,45 @@ class Scope:
             raise LayerNeededError([place.problem("'i', the layer's index, has no value outside layers")])
         return self._layer
 
+    def origin(self, part: ast.AST) -> str:
+        """A remedy: the params that a part of an expression comes from, and where they stand."""
+        found: dict[str, Place] = {}
+        todo = [part]
+        while todo:
+            for name in (n.id for n in ast.walk(todo.pop(0)) if isinstance(n, ast.Name)):
+                param = self._params.get(name)
+                if param is None or name in found:
+                    continue
+                found[name] = param.place
+                if isinstance(param, Scalar) and isinstance(param.value, str):
+                    todo.append(self._expressions.of(param).tree)
+        places = [f"{name} ({p.file}:{p.line}:{p.column})" for name, p in found.items() if p.line]
+        return f"check {', '.join(places[:_MAX_ORIGINS])}" if places else "check what it comes from"
+
+    def map_of(self, expression: Expression, part: ast.expr) -> Map | None:
+        """The map param that a part of an expression names, through names and conditions."""
+        if isinstance(part, ast.IfExp):
+            holds = Evaluator(expression, self.lookup).condition(part.test)
+            return self.map_of(expression, part.body if holds else part.orelse)
+        param = self._params.get(part.id) if isinstance(part, ast.Name) else None
+        if isinstance(param, Scalar) and isinstance(param.value, str):
+            further = self._expressions.of(param)
+            return self.map_of(further, further.tree)
+        return param if isinstance(param, Map) else None
+
     def size(self, node: Node, what: str, least: int = 1) -> int:
         """A whole number of at least `least`."""
         value = self.evaluate(node)
         if isinstance(value, int) and is_number(value) and value >= least:
             return value
-        remedy = "use // for whole division" if isinstance(value, float) else "check the params it comes from"
+        remedy = "use // for whole division" if isinstance(value, float) else self._remedy(node)
         raise node.place.error(
             f"{what} must be a whole number of at least {least}, not {show(value)}", remedy
+        )
+
+    def _remedy(self, node: Node) -> str:
+        return (
+            self.origin(self._expressions.of(node).tree) if isinstance(node, Scalar) else "write one number"
         )
 
     def condition(self, node: Node, what: str) -> bool:

@@ -4,6 +4,7 @@ name      the tensor in a checkpoint, or a list of which the first present wins;
 shape     of the logical weight ([N, K] for a linear), of one expert where there is a stack
 when      a condition: otherwise the weight is absent
 rows      [a, b]: it is these rows of a fused tensor
+every     n: the rows are counted in each n rows of the tensor (heads of q, k and v in turns)
 stored    how the checkpoint's tensor differs, one or a list: transposed ([K, N]), rotary_interleaved
           (the rows of each head are ordered in pairs), plus_one (w + 1)
 stack     how many experts: tensors with {e} are stacked, a tensor without {e} holds all of them
@@ -22,7 +23,7 @@ from pagec.compiler.spec.family import must_be_map, texts_of
 from pagec.compiler.spec.scope import Scope
 from pagec.compiler.spec.source import List, Map, Node, Place, Scalar
 
-KEYS: Final = ("name", "shape", "when", "rows", "stored", "stack", "same_as")
+KEYS: Final = ("name", "shape", "when", "rows", "every", "stored", "stack", "same_as")
 STORED: Final = ("transposed", "rotary_interleaved", "plus_one")
 MAX_EXPERTS: Final = 4096
 _HEAD_DIM: Final = "head_dim"
@@ -34,8 +35,9 @@ class WeightSpec:
     """One logical weight of a model.
 
     `shape` includes the experts where `stack` counts them; `tensors` are names in a checkpoint (they keep
-    {e}), of which the first present wins. `head_dim` is the length of the heads whose rows a tensor that
-    is stored rotary_interleaved permutes, 0 if it is not.
+    {e}), of which the first present wins. `rows` are those of the whole tensor, or of each `every` rows.
+    `head_dim` is the length of the heads whose rows a tensor that is stored rotary_interleaved permutes, 0
+    if it is not.
     """
 
     name: str
@@ -45,6 +47,7 @@ class WeightSpec:
     stored: tuple[str, ...] = ()
     stack: int | None = None
     head_dim: int = 0
+    every: int | None = None
 
     @property
     def one_shape(self) -> tuple[int, ...]:
@@ -74,7 +77,7 @@ class Declaration:
 
     def expressions(self) -> Iterator[Node]:
         """The parts that hold expressions over params."""
-        for key in ("shape", "when", "rows", "stack"):
+        for key in ("shape", "when", "rows", "every", "stack"):
             if key in self.fields.entries:
                 yield self.fields.entries[key]
         same = self.fields.get("same_as")
@@ -142,7 +145,8 @@ def resolve(declared: Declaration, scope: Scope, layer: int | None) -> WeightSpe
         name=declared.full_name(layer),
         tensors=tuple(n if layer is None else n.replace("{i}", str(layer)) for n in declared.names),
         shape=shape if stack is None else (stack, *shape),
-        rows=_rows(fields.get("rows"), shape, scope),
+        rows=_rows(fields, shape, scope),
+        every=_every(fields, scope),
         stored=stored,
         stack=stack,
         head_dim=_head_dim(declared, shape, scope) if "rotary_interleaved" in stored else 0,
@@ -159,18 +163,35 @@ def _stored(node: Node | None) -> tuple[str, ...]:
     return ways
 
 
-def _rows(node: Node | None, shape: tuple[int, ...], scope: Scope) -> tuple[int, int] | None:
+def _rows(fields: Map, shape: tuple[int, ...], scope: Scope) -> tuple[int, int] | None:
+    node = fields.get("rows")
     if node is None:
         return None
     if not isinstance(node, List) or len(node.items) != 2:
         raise node.place.error("'rows' is [first, end]", "write e.g. [0, hidden]")
     first, end = scope.size(node.items[0], "the first row", 0), scope.size(node.items[1], "the end")
-    if not shape or end - first != shape[0]:
+    count = end - first
+    whole = shape[0] if shape else 0
+    if count < 1 or (whole % count if "every" in fields.entries else whole != count):
         raise node.place.error(
-            f"rows {first} to {end} are {end - first}, the shape has {shape[0] if shape else 'none'}",
+            f"rows {first} to {end} are {count}, the shape has {whole}",
             "make rows and shape agree",
         )
     return first, end
+
+
+def _every(fields: Map, scope: Scope) -> int | None:
+    node, rows = fields.get("every"), fields.get("rows")
+    if node is None:
+        return None
+    every = scope.size(node, "'every'")
+    if not isinstance(rows, List):
+        raise node.place.error("'every' stands without 'rows'", "add rows: [first, end] of each block")
+    if every < scope.size(rows.items[1], "the end"):
+        raise node.place.error(
+            f"the rows end beyond each {every} rows", "let 'every' count the rows from one part to its next"
+        )
+    return every
 
 
 def _head_dim(declared: Declaration, shape: tuple[int, ...], scope: Scope) -> int:

@@ -21,6 +21,7 @@ from pagec.runtime.bench.cost import AttentionCost, Chunk, ModelCost, model_cost
 from pagec.runtime.bench.limits import Limits, Probes, median_limits, seconds
 from pagec.runtime.bench.summary import rounded
 from pagec.runtime.engine import Engine
+from pagec.runtime.runner import NUM_COUNTS
 from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Request
 
@@ -71,7 +72,7 @@ class Bounds:
         """(bytes, FLOPs) of a launch. Only attention depends on the chunks."""
         kernel = self.kernel(launch, rows)
         layer = self._attention(launch)
-        if launch.rows == "tiles":
+        if launch.rows in ("tiles", "merges"):
             rows = sum(count for _, count in chunks)
         if layer is None:
             return kernel.bytes_fixed + kernel.bytes_per_row * rows, kernel.flops_per_row * rows
@@ -81,7 +82,7 @@ class Bounds:
 
     def reads_memory(self, launch: Launch, rows: int) -> bool:
         """Whether it reads what no cache holds in a step: weights, or keys and values."""
-        return launch.rows == "tiles" or self.kernel(launch, rows).bytes_fixed > 0
+        return launch.rows in ("tiles", "merges") or self.kernel(launch, rows).bytes_fixed > 0
 
     def _attention(self, launch: Launch) -> AttentionCost | None:
         """Attention takes tiles and reads the pool; what merges its parts takes tiles alone."""
@@ -144,7 +145,7 @@ def _time(engine: Engine, case: _Case, bounds: Bounds, probes: Probes, repeat: i
     for _ in range(repeat + 1):
         if cold:
             probes.empty_caches()
-        times.append(seconds(calls, case.rows, case.rows, case.rows))
+        times.append(seconds(calls, *[case.rows] * NUM_COUNTS))
     return 1e6 * statistics.median(times[1:]) / len(case.launches)
 
 
@@ -153,12 +154,13 @@ def _cases(program: Program, num_blocks: int) -> Iterator[_Case]:
     full = _fitting(program, num_blocks, [(0, T)])
     for launches in _groups(program):
         match launches[0].rows:
-            case "tiles":
+            case "tiles" | "merges":
                 yield from _attention_cases(program, num_blocks, launches)
             case count:
                 most = {"T": min(T, sum(n for _, n in full)), "R": min(R, T)}[count]
                 for rows in sorted({*(n for n in ROW_COUNTS if n < most), most}):
-                    yield _Case(launches, rows, full, "")
+                    if launches[0].key_for(rows):
+                        yield _Case(launches, rows, full, "")
 
 
 def _groups(program: Program) -> list[list[Launch]]:

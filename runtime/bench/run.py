@@ -114,8 +114,10 @@ class Gemms:
 
         self._body = engine.runner.prepare(products(program.body))
         self._head = engine.runner.prepare(products(program.head))
+        self._counts = engine.runner.head_counts
 
     def seconds(self, steps: Sequence[StepShape]) -> float:
         """How long the products of these steps take."""
-        body = sum(seconds(self._body, step.num_tokens, step.num_tiles, 0) for step in steps)
-        return body + sum(seconds(self._head, 0, 0, rows) for step in steps for rows in step.head_rows)
+        body = sum(seconds(self._body, step.num_tokens, step.num_tiles, 0, 0, 0, 0) for step in steps)
+        counts = [self._counts(rows, want_logits=False) for step in steps for rows in step.head_rows]
+        return body + sum(seconds(self._head, *count) for count in counts)

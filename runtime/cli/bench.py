@@ -1,4 +1,4 @@
-"""`pagec bench`: workloads, start-up and kernels, beside the machine's limits in the same run."""
+"""`pagec bench`: workloads, start-up and kernels, beside the machine's limits in the same run; scheduling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from pagec.runtime.cli import bench_scheduling
 from pagec.runtime.cli.console import (
     JsonFlag,
     print_json,
@@ -72,6 +73,9 @@ _command("latency", "One stream: 128 prompt tokens, 128 generated.", ["latency"]
 _command("prefill", "One prompt of 1,024 tokens.", ["prefill"])
 _command("throughput", "64 requests at once; prompts 32 to 256 tokens, answers 16 to 256.", ["throughput"])
 _command("prefix", "32 requests that share 512 tokens, with 32 of their own and 32 generated.", ["prefix"])
+app.command("schedule")(bench_scheduling.schedule)
+app.command("memory")(bench_scheduling.memory)
+app.command("host")(bench_scheduling.host)
 _command("all", "The four workloads in turns, then startup if there is a tokenizer.", ALL)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from pagec.runtime.cli.console import JsonFlag, print_error, print_json, print_ledger, stderr
 from pagec.runtime.cli.models import (
+    KvBytes,
     ModelOrArtifact,
     Threads,
     Verbose,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pagec.runtime.engine import Engine
     from pagec.runtime.sequence import Request
     from pagec.runtime.tokenizer import Tokenizer
+    from pagec.runtime.trace import Recorder
 
 DEFAULT_MAX_TOKENS: Final = 256
 
@@ -48,6 +50,11 @@ def command(
     threads: Threads = None,
     weights: Weights = None,
     weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
+    kv_bytes: KvBytes = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a Chrome trace of all steps here.", show_default=False),
+    ] = None,
     verbose: Verbose = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -62,10 +69,11 @@ def command(
         raise typer.BadParameter("needs --chat", param_hint="--system")
     path, weights = find_artifact(model, weights)
     began = time.perf_counter()
-    engine, tokenizer = _load(path, threads, weights, weights_memory)
+    engine, tokenizer = _load(path, threads, weights, weights_memory, kv_bytes)
     load_s = time.perf_counter() - began
     if verbose:
         print_ledger(engine.ledger)
+    recorder = _record(engine) if trace is not None else None
     answers = [
         _ask(engine, tokenizer, text, _encode(tokenizer, text, chat, system), max_tokens) for text in prompt
     ]
@@ -78,6 +86,8 @@ def command(
         typer.echo()
     else:
         _run(engine, answers, _print_complete)
+    if recorder is not None and trace is not None:
+        recorder.write(trace)
     if any(answer.request.error for answer in answers):
         raise typer.Exit(1)
     if not as_json:
@@ -114,7 +124,11 @@ class Answer:
 
 
 def _load(
-    path: Path, threads: int | None, weights: str | None, weights_memory: WeightsMemory
+    path: Path,
+    threads: int | None,
+    weights: str | None,
+    weights_memory: WeightsMemory,
+    kv_bytes: int | None,
 ) -> tuple[Engine, Tokenizer]:
     """The tokenizer is read while the weights are."""
     from pagec.compiler.artifact import Artifact
@@ -124,8 +138,22 @@ def _load(
     artifact = Artifact.open(path)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.open, path)
-        engine = Engine(artifact, threads=threads, weights=weights, weights_memory=weights_memory.kind)
+        engine = Engine(
+            artifact,
+            threads=threads,
+            weights=weights,
+            weights_memory=weights_memory.kind,
+            kv_bytes=kv_bytes,
+        )
         return engine, tokenizer.result()
+
+
+def _record(engine: Engine) -> Recorder:
+    """A recorder of the engine's steps."""
+    from pagec.runtime.trace import Recorder
+
+    engine.trace = recorder = Recorder()
+    return recorder
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None) -> list[int]:

@@ -44,6 +44,12 @@ WeightsMemoryOption = Annotated[
         help="copy: read by all threads into huge pages. mmap: the file's own pages, read as touched.",
     ),
 ]
+KvBytes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Size of the KV pool.", show_default="a share of what is free, or what is of use"
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr where the memory goes.")]
 
 

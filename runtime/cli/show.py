@@ -28,7 +28,8 @@ def command(
     ops: OpsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a model's graph, its fused graph, its plan (bytes and FLOPs), its kernels, or a manifest.
+    """Show a model's graph, its fused graph, its plan (bytes and FLOPs; what was fused, what was not and
+    why), its kernels, or a manifest.
 
     [bold]pagec show plan SmolLM2.gguf[/]
     """

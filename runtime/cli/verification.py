@@ -22,7 +22,7 @@ from pagec.compiler.dims import padded_last
 from pagec.compiler.ir import CacheType, Node, Type
 from pagec.compiler.packing import buffer_to_rows, from_bf16, kv_elements, rows_to_buffer, to_bf16, unpack
 from pagec.compiler.passes import Numbers, run_passes
-from pagec.compiler.program import Buffer, Launch
+from pagec.compiler.program import HEAD_COUNTS, Buffer, Launch
 from pagec.compiler.user_ops import check_known
 from pagec.runtime.batch import build_batch
 from pagec.runtime.device.cpu import CpuDevice
@@ -203,14 +203,17 @@ class _StepCheck:
         nodes = {node.outputs[0]: node for node in self.fused.nodes}
         rows: dict[str, Row] = {}
         for launch, *more in self._launches(nodes.keys()):
-            count = {"T": self.batch.num_tokens, "R": len(self.batch.logit_rows)}.get(
-                launch.rows, len(self.batch.tiles)
-            )
-            if launch.key_for(count) not in rows:
+            count = self._count(launch)
+            if launch.key_for(count) and launch.key_for(count) not in rows:
                 error, of_bound = self._compare(nodes[launch.name], [launch, *more], count)
                 for one in (launch, *more):
                     rows[one.key_for(count)] = Row(one.key_for(count), count, error, of_bound)
         return list(rows.values())
+
+    def _count(self, launch: Launch) -> int:
+        if launch.rows in HEAD_COUNTS:
+            return len(self.batch.logit_rows)
+        return self.batch.num_tokens if launch.rows == "T" else len(self.batch.tiles)
 
     def _launches(self, nodes: Collection[str]) -> list[list[Launch]]:
         """The launches of each node: one, and what else belongs to it."""
@@ -243,9 +246,10 @@ class _StepCheck:
 
     def _compare(self, node: Node, launches: Sequence[Launch], count: int) -> tuple[float, float]:
         """(largest error, largest error over its bound) of one launch."""
-        for name in node.values():
-            if name in self.v.buffers:
-                self._put(self.v.buffers[name], self.values[name])
+        args = [arg for launch in launches for arg in launch.args]
+        read = {arg.removeprefix("buffer:") for arg in args if arg.startswith("buffer:")}
+        for name in read - set(node.outputs):
+            self._put(self.v.buffers[name], self.values[name])
         if any(arg.startswith("kv:") for arg in launches[0].args):
             self.v.runner.fill_kv_with_nan()
             self._put_cache(node)
@@ -357,7 +361,7 @@ class _StepCheck:
             return torch.full_like(expected, float(values) * (rounding + 8 * (keys + 64) * U))
         # Row-wise: a few roundings per op, and a sum over the row where there is a norm.
         sums = sum(inner.op in ("rmsnorm", "layernorm", "softmax") for inner in node.body)
-        roundings = 16 * len(node.body) + sums * t.inner[-1]
+        roundings = 16 * max(1, len(node.body)) + sums * t.inner[-1]
         scale = expected.abs().flatten(1).amax(-1)
         for value in node.values():
             source, kind = self.values[value], self.fused.types[value]

@@ -7,7 +7,7 @@ as a list, once; running the list then takes only numbers of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -25,7 +25,8 @@ Array = npt.NDArray[Any]
 @dataclass(frozen=True, slots=True)
 class KernelCall:
     """A kernel's place in a list: which of the row counts that `run` gets it takes (`rows`), and which
-    kernel for how many: `variants` are (max_rows, symbol), ascending, the last one without bound (0)."""
+    kernel for how many: `variants` are (max_rows, symbol), ascending, the last one without bound (0); for
+    as many rows as a variant with an empty symbol takes there is nothing to do."""
 
     name: str
     rows: int
@@ -41,6 +42,27 @@ class Prepared(Protocol):
 
     def time_us(self, *rows: int) -> list[float]:
         """Runs all calls; microseconds that each took."""
+
+
+def copy_runs(copies: Array) -> Iterator[tuple[int, int, int]]:
+    """(source, target, count) of block ranges that may be copied at once in place of `copies`, in order.
+
+    Neighbours become a range unless it would overwrite what it still has to read.
+    """
+    source = target = count = 0
+    for next_source, next_target in copies.tolist():
+        if (
+            count
+            and (next_source, next_target) == (source + count, target + count)
+            and abs(source - target) > count
+        ):
+            count += 1
+            continue
+        if count:
+            yield source, target, count
+        source, target, count = next_source, next_target, 1
+    if count:
+        yield source, target, count
 
 
 class Device(Protocol):
@@ -64,6 +86,25 @@ class Device(Protocol):
 
     def download(self, memory: Memory, dtype: npt.DTypeLike) -> Array:
         """A host copy of `memory`, flat. Waits for the launches before it."""
+
+    def copy_blocks(self, memory: Memory, spans: int, span_bytes: int, copies: Array) -> None:
+        """Copies blocks within a pool [spans][blocks][span_bytes], all spans of each, one after the other.
+
+        `copies`: int32 [n, 2], (source, target).
+        """
+
+    def read_blocks(self, memory: Memory, spans: int, span_bytes: int, blocks: Sequence[int]) -> list[Array]:
+        """Host copies of a pool's blocks, uint8 [spans * span_bytes], each an array of its own. Sees what
+        the launches before it wrote; may run in another thread than they."""
+
+    def write_blocks(
+        self, memory: Memory, spans: int, span_bytes: int, blocks: Sequence[int], data: Sequence[Array]
+    ) -> None:
+        """Puts such copies into a pool's blocks, before the launches that follow; likewise."""
+
+    def upload_rows(self, memory: Memory, array: Array, row_bytes: int) -> None:
+        """Copies the rows of a contiguous host array [n, k] into `memory`, `row_bytes` apart. What lies
+        between them is left as it is."""
 
     def fill_nan(self, memory: Memory) -> None:
         """Fills memory with NaN, whatever its float type (for tests: nothing may depend on stale bytes)."""

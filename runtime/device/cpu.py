@@ -25,7 +25,7 @@ import numpy.typing as npt
 from pagec.compiler.artifact import LIBRARY, RUNTIME_LIBRARY
 from pagec.compiler.dims import BYTE_ALIGN, round_up
 from pagec.compiler.errors import ArtifactError, CapacityError
-from pagec.runtime.device import ELEMENT_BYTES, Array, KernelCall
+from pagec.runtime.device import ELEMENT_BYTES, Array, KernelCall, copy_runs
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -120,6 +120,28 @@ class CpuDevice:
     def download(self, memory: Bytes, dtype: npt.DTypeLike) -> Array:
         return memory.view(dtype).copy()
 
+    def upload_rows(self, memory: Bytes, array: Array, row_bytes: int) -> None:
+        num_rows = len(array)
+        rows = memory[: num_rows * row_bytes].reshape(num_rows, row_bytes)
+        flat = array.reshape(num_rows, -1).view(np.uint8)
+        rows[:, : flat.shape[1]] = flat
+
+    def copy_blocks(self, memory: Bytes, spans: int, span_bytes: int, copies: Array) -> None:
+        pool = memory.reshape(spans, -1, span_bytes)
+        for source, target, count in copy_runs(copies):
+            pool[:, target : target + count] = pool[:, source : source + count]
+
+    def read_blocks(self, memory: Bytes, spans: int, span_bytes: int, blocks: Sequence[int]) -> list[Array]:
+        pool = memory.reshape(spans, -1, span_bytes)
+        return [pool[:, block].flatten() for block in blocks]
+
+    def write_blocks(
+        self, memory: Bytes, spans: int, span_bytes: int, blocks: Sequence[int], data: Sequence[Array]
+    ) -> None:
+        pool = memory.reshape(spans, -1, span_bytes)
+        for block, array in zip(blocks, data, strict=True):
+            pool[:, block] = array.reshape(spans, span_bytes)
+
     def fill_nan(self, memory: Bytes) -> None:
         memory.fill(0xFF)  # all bits set: NaN in float32 and in bf16
 
@@ -140,7 +162,9 @@ class CpuDevice:
         return CpuCalls(calls, self._run, self._address, self.num_workers)
 
     def _address(self, symbol: str) -> int:
-        """Where a kernel's packed function is."""
+        """Where a kernel's packed function is; 0 for no kernel."""
+        if not symbol:
+            return 0
         try:
             function = getattr(self._library, f"__tvm_ffi_{symbol}")
         except AttributeError as error:

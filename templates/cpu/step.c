@@ -24,7 +24,7 @@ typedef int (*Kernel)(void *self, const Any *args, int32_t num_args, Any *result
 
 typedef struct {
   int64_t max_rows;
-  Kernel run;
+  Kernel run; /* NULL: for so few rows there is nothing to do */
 } Variant;
 
 typedef struct {
@@ -80,9 +80,15 @@ static void barrier(Step *step) {
   }
 }
 
-static int run_share(const Launch *launch, int64_t rows, int worker, int num_workers) {
+/* The kernel for so many rows; NULL where there is nothing to do, and so nothing to wait for. */
+static Kernel find_kernel(const Launch *launch, int64_t rows) {
+  if (rows == 0) return NULL;
   const Variant *variant = launch->variants;
   while (rows > variant->max_rows) variant++;
+  return variant->run;
+}
+
+static int run_share(const Launch *launch, Kernel run, int64_t rows, int worker, int num_workers) {
   Any args[MAX_ARGS];
   int n = launch->num_arrays;
   memcpy(args, launch->arrays, n * sizeof(Any));
@@ -93,7 +99,7 @@ static int run_share(const Launch *launch, int64_t rows, int worker, int num_wor
     args[n + i].value.integer = integers[i];
   }
   Any result = {0};
-  return variant->run(NULL, args, n + 3, &result);
+  return run(NULL, args, n + 3, &result);
 }
 
 static int work(int worker, void *group, void *data) {
@@ -101,9 +107,12 @@ static int work(int worker, void *group, void *data) {
   Step *step = data;
   for (int i = 0; i < step->num_launches; i++) {
     const Launch *launch = &step->launches[i];
+    const int64_t rows = step->rows[launch->rows];
     if (step->times_ns && worker == 0) step->times_ns[i] = now_ns();
+    const Kernel run = find_kernel(launch, rows);
+    if (!run) continue;
     int none = 0;
-    if (run_share(launch, step->rows[launch->rows], worker, step->num_workers))
+    if (run_share(launch, run, rows, worker, step->num_workers))
       atomic_compare_exchange_strong(&step->failed, &none, i + 1);
     barrier(step);
     /* All workers leave after the same launch, or one would wait for ever: a later failure is not ours yet. */

@@ -118,7 +118,7 @@ def facts_of(config: dict[str, Any], directory: Path) -> HfFacts:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "yarn", "factor": 2.0}, "original_max_position_embeddings must be a number above zero"),
+        ({"kind": "yarn", "factor": 2.0}, "original_max_position_embeddings is missing"),
         ({"kind": "yarn", "factor": 2.0, "short_factor": (1.0,)}, "rope of kind yarn takes no short_factor"),
         ({"kind": "longrope", "short_factor": (1.0,)}, "short_factor must be a list of 4 numbers"),
         ({"kind": "mrope"}, "there is no rope kind 'mrope'; known: default"),

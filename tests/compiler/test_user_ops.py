@@ -11,6 +11,7 @@ from pagec.compiler.driver import CompileOptions, compile_model
 from pagec.compiler.errors import ArtifactError, CompileError, SpecError
 from pagec.compiler.ops import OPS
 from pagec.compiler.show import show
+from pagec.compiler.user_ops import load_ops
 from pagec.runtime.cli.verify import verify_artifact
 
 SCALAR = """
@@ -155,19 +156,80 @@ def test_scalar_expressions_that_are_refused(scalar: str, message: str, tmp_path
         compile_model(options(tmp_path, ("x", GATE), ops), lambda *_: None)
 
 
+RULE = """
+from pagec.compiler.ops import Op, Param, register
+register(Op("own", (Param("x", "value"),), {}, lambda x: x))
+"""
+TWICE = "from pagec.compiler.ops import Param, elementwise, register\n" + 2 * (
+    'register(elementwise("own", [Param("x", "value")], meaning=lambda x: x, scalar="x"))\n'
+)
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "line", "message"),
     [
-        ("1 / 0", "ZeroDivisionError"),
+        ("\n1 / 0", 2, "ZeroDivisionError: division by zero"),
+        ("x = 1\nx = (", 2, "SyntaxError: '(' was never closed"),
+        ("import nothing_of_that_name", 1, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("raise SystemExit(3)", 1, "SystemExit: 3"),
         (
             "from pagec.compiler.ops import OPS, register\nregister(OPS['linear'])",
-            "already an op named 'linear'",
+            2,
+            "ValueError: there is already an op named 'linear'",
+        ),
+        (TWICE, 3, "there is already an op named 'own'"),
+        (RULE.format("None"), 3, "op 'own' has no shape rule: None is no function"),
+        (
+            RULE.format("None").replace(", None, lambda x: x", ""),
+            3,
+            "missing 2 required positional arguments",
+        ),
+        (RULE.format("max").replace('"own"', '"an op"'), 3, "an op cannot be named 'an op'"),
+        (
+            RULE.format("max").replace('Param("x", "value"),', 'Param("x", "value"), Param("x", "value"),'),
+            3,
+            "op 'own' has two parameters of one name",
+        ),
+        (
+            "from pathlib import Path\n"
+            + RULE.format("max").replace("x: x", 'x: x, templates={"cpu": Path("no.jinja")}'),
+            4,
+            "there is no file 'no.jinja'",
         ),
     ],
 )
-def test_files_that_cannot_be_run(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=message):
+def test_files_that_cannot_be_run(text: str, line: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as caught:
         compile_model(options(tmp_path, ("x", PLAIN), text), lambda *_: None)
+    assert message in caught.value.message
+    assert caught.value.place == f"{tmp_path / 'ops.py'}:{line}"
+    assert "own" not in OPS
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "ops.txt").write_text("")
+    for file, message in (
+        ("none.py", "No such file"),
+        (".", "Is a directory"),
+        ("ops.txt", "no Python file"),
+    ):
+        with pytest.raises(CompileError, match=message):
+            load_ops([tmp_path / file])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("lambda types, attrs: types[7]", "own: its shape rule fails: IndexError: list index out of range"),
+        ("lambda types, attrs: None", "own: its shape rule fails: TypeError"),
+        ("lambda types, attrs: ['T']", r"own: its shape rule gives \('T',\)"),
+        ("lambda types, attrs: [*types, *types]", "own gives 2 values, not 1"),
+    ],
+)
+def test_shape_rules_that_fail(rule: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        compile_model(options(tmp_path, ("own(x)", PLAIN), RULE.format(rule)), lambda *_: None)
+    assert caught.value.problems[0].path == "graph.last[0]"
 
 
 def test_an_unknown_op_in_a_spec(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def toy_program(*, T: int = 32, S: int = 4, R: int = 4, max_len: int = 128, num_
         max_len=max_len,
         capacity=Capacity(T, S, R),
         query_tile=8,
+        few_tiles=4,
+        key_split=256,
         kv=KvLayout("bf16", BLOCK_SIZE, 1, 16, groups),
         slots=(Slot("T", 4), Slot("R", 4), Slot("R", 64 * 4)),
         buffers=(
@@ -149,6 +151,22 @@ class FakeDevice:
 
     def fill_nan(self, memory: Any) -> None:
         memory.fill(0xFF)
+
+    def upload_rows(self, memory: Any, array: Any, row_bytes: int) -> None:
+        for number, row in enumerate(array):
+            self.upload(memory[number * row_bytes :][:row_bytes], row)
+
+    def copy_blocks(self, memory: Any, spans: int, span_bytes: int, copies: Any) -> None:
+        pool = memory.reshape(spans, -1, span_bytes)
+        for source, target in copies:
+            pool[:, target] = pool[:, source]
+
+    def read_blocks(self, memory: Any, spans: int, span_bytes: int, blocks: Any) -> list[Any]:
+        return [memory.reshape(spans, -1, span_bytes)[:, block].flatten() for block in blocks]
+
+    def write_blocks(self, memory: Any, spans: int, span_bytes: int, blocks: Any, data: Any) -> None:
+        for block, array in zip(blocks, data, strict=True):
+            memory.reshape(spans, -1, span_bytes)[:, block] = array.reshape(spans, span_bytes)
 
     def tensor(self, memory: Any, dtype: str) -> Any:
         self.tensors.append((memory.nbytes, dtype))

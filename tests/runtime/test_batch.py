@@ -40,7 +40,8 @@ def test_arrays_equal_the_plain_construction(
 ) -> None:
     program = toy(num_groups=num_groups).program
     entries = make_entries(shapes, num_groups)
-    batch = build_batch(entries, program)
+    batch = build_batch(entries, program, [(3, 1), (1, 2)])
+    assert batch.copies.tolist() == [[3, 1], [1, 2]]
     expected: dict[str, list[Any]] = {"tokens": [], "positions": [], "query_start": [0], "seq_lens": []}
     slots: list[list[int]] = [[] for _ in range(num_groups)]
     logit_rows = []
@@ -59,16 +60,25 @@ def test_arrays_equal_the_plain_construction(
     assert batch.logit_rows.tolist() == logit_rows
     for group in range(num_groups):
         assert batch.slot_mapping[group].tolist() == slots[group]
-        assert batch.block_tables[group].shape == (len(entries), program.max_blocks)
+        width = max(len(entry.sequence.block_tables[group]) for entry in entries)
+        assert batch.block_tables[group].shape == (len(entries), width)
         for row, entry in zip(batch.block_tables[group].tolist(), entries, strict=True):
             table = entry.sequence.block_tables[group].tolist()
-            assert row == table + [0] * (program.max_blocks - len(table))
+            assert row == table + [0] * (width - len(table))
     check_types(batch)
     check_tiles(batch, entries, program.query_tile)
 
 
 def check_types(batch: Batch) -> None:
-    arrays = [batch.tokens, batch.positions, batch.query_start, batch.seq_lens, batch.tiles, batch.logit_rows]
+    arrays = [
+        batch.tokens,
+        batch.positions,
+        batch.query_start,
+        batch.seq_lens,
+        batch.tiles,
+        batch.logit_rows,
+        batch.copies,
+    ]
     for item in [*arrays, *batch.slot_mapping, *batch.block_tables]:
         assert item.dtype == np.int32
         assert item.flags.c_contiguous

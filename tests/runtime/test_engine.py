@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import pytest
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import CapacityError, RequestError
 from pagec.runtime.engine import Engine
-from pagec.runtime.sequence import Request
+from pagec.runtime.sequence import Changes, Fork, Request
 
 Toy = Callable[..., Artifact]
 Answer = Callable[[list[int], int], list[int]]
@@ -27,15 +28,20 @@ def finish(engine: Engine) -> None:
     assert engine.scheduler.blocks.num_used == 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 3, 16, None])
 @pytest.mark.parametrize("tight", [True, False])
 def test_a_crowd_answers_as_each_one_alone(
-    toy: Toy, device: object, toy_answer: Answer, chunk: int | None, tight: bool, num_groups: int
+    toy: Toy, device: object, toy_answer: Answer, chunk: int | None, tight: bool, num_groups: int, depth: int
 ) -> None:
-    num_blocks = 8 * num_groups + 1 if tight else 200
     engine = make(
-        toy(num_groups=num_groups), device, prefill_chunk=chunk, num_blocks=num_blocks, eos_token_ids=()
+        toy(num_groups=num_groups),
+        device,
+        prefill_chunk=chunk,
+        num_blocks=8 * num_groups + 1 if tight else 200,
+        eos_token_ids=(),
+        depth=depth,
     )
     engine.runner.fill_kv_with_nan()
     rng = random.Random(1)
@@ -185,3 +191,61 @@ def test_the_ledger_adds_up(toy: Toy, device: object) -> None:
     assert ledger["total_bytes"] == sum(parts)
     assert ledger["kv_tokens"] == 9 * 16
     assert any(line.startswith("KV pool") for line in make(toy(), device, num_blocks=10).ledger.lines())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_fork_copies_its_last_block_when_it_writes(
+    toy: Toy, device: object, toy_answer: Answer, depth: int
+) -> None:
+    """After 20 tokens of prompt and one generated, the second block is partly filled and shared."""
+    engine = make(toy(), device, eos_token_ids=(), depth=depth)
+    engine.runner.fill_kv_with_nan()
+    prompt = list(range(20))
+
+    def fork(request: Request, tokens: list[int]) -> Changes:
+        assert tokens == [sequence.tokens[-1] for sequence in request.sequences]
+        return Changes([Fork(0, 7)] if len(request.sequences) == 1 else [])
+
+    request = engine.add_request(prompt, 20, width=2, on_commit=fork, want_logprobs=True)
+    finish(engine)
+    one, two = request.sequences
+    assert one.output == toy_answer(prompt, 20)
+    assert two.output == [7, *toy_answer([*prompt, 7], 19)]
+    assert engine.scheduler.blocks.stats().copies == 1
+    # The toy's logits are 1 for what it says and 0 else.
+    said, other = 1 - math.log(math.e + 49), -math.log(math.e + 49)
+    assert one.logprobs == pytest.approx([said] * 20)
+    assert two.logprobs == pytest.approx([other] + [said] * 19)
+
+
+def test_a_prefix_is_computed_once(toy: Toy, device: object, toy_answer: Answer) -> None:
+    engine = make(toy(), device, num_blocks=100, eos_token_ids=())
+    prompts = [[*range(40), n] for n in range(3)]
+    requests = [engine.add_request(prompt, 4) for prompt in prompts]
+    other = engine.add_request(prompts[0], 4, salt="another")
+    finish(engine)
+    assert [request.num_cached_tokens for request in (*requests, other)] == [0, 32, 32, 0]
+    assert [request.output for request in requests] == [toy_answer(prompt, 4) for prompt in prompts]
+
+
+def test_without_a_prefix_cache_everything_is_computed(toy: Toy, device: object) -> None:
+    engine = make(toy(), device, num_blocks=100, eos_token_ids=(), prefix_cache=False)
+    requests = [engine.add_request([*range(40), n], 4) for n in range(3)]
+    finish(engine)
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 0]
+    assert engine.scheduler.blocks.num_cached == 0
+
+
+def test_the_first_token_of_an_urgent_request_comes_first(toy: Toy, device: object) -> None:
+    engine = make(toy(S=1), device, eos_token_ids=(), policy="deadline", clock=lambda: 0.0)
+    slow, urgent = (engine.add_request([n], 4, ttft_s=seconds) for n, seconds in ((1, 9.0), (2, 1.0)))
+    seen = [output.request for output in engine.stream()]
+    assert seen == [urgent] * 4 + [slow] * 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_targets_are_numbers_of_seconds(toy: Toy, device: object, seconds: float) -> None:
+    engine = make(toy(), device)
+    for name in ("ttft_s", "token_s"):
+        with pytest.raises(RequestError, match=f"{name}: .* is no number of seconds"):
+            engine.add_request([1], 4, **{name: seconds})  # type: ignore[arg-type]

@@ -81,6 +81,53 @@ def test_outputs_are_copies(runner: Runner) -> None:
     assert np.array_equal(first.logits, kept[1])  # type: ignore[arg-type]
 
 
+def test_outputs_of_steps_in_flight_come_in_order(
+    runner: Runner, toy_answer: Callable[[list[int], int], list[int]]
+) -> None:
+    for count in (3, 5):
+        runner.submit(batch(count, [count - 1]))
+    for count in (3, 5):
+        assert runner.collect().tokens.tolist() == toy_answer(list(range(count)), 1)
+    with pytest.raises(AssertionError, match="no step is in flight"):
+        runner.collect()
+
+
+def test_a_token_may_be_what_the_step_before_chose(
+    runner: Runner, device: Any, toy_answer: Callable[[list[int], int], list[int]]
+) -> None:
+    says = [toy_answer(list(range(count)), 1)[0] for count in (1, 2, 3)]
+    runner.submit(batch(3, [0, 1, 2]))
+    waiting = batch(4, [])
+    waiting.tokens[:] = [7, -1 - 2, -1, -2]
+    runner.submit(waiting)
+    tokens = runner.memory.steps["tokens"].view(np.int32)[:4].tolist()
+    assert tokens == [7, says[2], says[0], says[1]]
+    assert waiting.tokens.tolist() == [7, -3, -1, -2]
+    device.break_token = says[0]
+    runner.submit(batch(1, [0]))
+    waiting.tokens[:] = [7, 7, 7, -1]
+    runner.submit(waiting)
+    assert runner.memory.steps["tokens"].view(np.int32)[3] == 0  # that row chose -1
+
+
+def test_copies_come_before_the_launches(runner: Runner) -> None:
+    kv = runner.program.kv
+    pool = runner.memory.kv.reshape(kv.spans, 9, kv.span_bytes)
+    pool[:] = np.arange(9, dtype=np.uint8)[None, :, None]
+    step = batch(1, [])  # writes the first slot of block 1
+    runner.run(replace(step, copies=np.array([[1, 5], [5, 6], [2, 1]], np.int32)))
+    assert pool[0, :, -1].tolist() == [0, 2, 2, 3, 4, 1, 1, 7, 8]
+    assert pool[1, :, -1].tolist() == [0, 2, 2, 3, 4, 1, 1, 7, 8]
+    assert pool[1, 1, :4].tolist() == [0, 0, 0, 0]  # the token's number, 0, not the copied 2
+    assert pool[0, 1, :4].tolist() == [2, 2, 2, 2]
+
+
+def test_rows_of_block_tables_lie_apart_on_the_device(runner: Runner) -> None:
+    step = batch(3, [])
+    runner.run(replace(step, block_tables=(np.array([[1, 2]], np.int32),)))
+    assert runner.memory.steps["block_tables.0"].view(np.int32)[:3].tolist() == [1, 2, 0]
+
+
 @pytest.mark.parametrize("num_tokens", [0, 33])
 def test_a_batch_beyond_the_capacity_is_refused(runner: Runner, num_tokens: int) -> None:
     with pytest.raises(CapacityError, match=f"{num_tokens} tokens"):

@@ -130,7 +130,7 @@ def ours_with_choices(artifact: Path, inputs: Sequence[Sequence[int]]) -> tuple[
         for launch in program.body:
             run(
                 launch.name,
-                len(batch.tiles) if launch.rows == "tiles" else batch.num_tokens,
+                len(batch.tiles) if launch.rows in ("tiles", "merges") else batch.num_tokens,
                 batch.num_tokens,
             )
         result = runner._run_head(batch)
@@ -139,7 +139,7 @@ def ours_with_choices(artifact: Path, inputs: Sequence[Sequence[int]]) -> tuple[
             runner.upload_logit_rows(rows)
             for launch in program.head:
                 run(launch.name, len(rows), len(rows))
-        runner._done = result
+        runner._done.append(result)
 
     runner.submit = step  # type: ignore[method-assign]
     for tokens in inputs:

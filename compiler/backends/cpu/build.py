@@ -44,9 +44,26 @@ def compile_module(kernels: Sequence[Kernel], sources: Path, target: CpuTarget, 
     progress("parse kernels", len(kernels), len(kernels))
     progress("compile kernels", 0, 1)
     try:
-        return tvm.compile(tvm.IRModule(functions), target=tvm.target.Target(dict(target.llvm)))
+        functions = {name: on_stack(function) for name, function in functions.items()}
+        module = tvm.IRModule(functions)
+        return tvm.tirx.build(module, tvm.target.Target(dict(target.llvm)), pipeline="tirx")
     finally:
         progress("compile kernels", 1, 1)
+
+
+def on_stack(function: Any) -> Any:
+    """The function with its scratch arrays and scalars on the stack.
+
+    TVM would ask the runtime for each at every call, and LLVM could not keep them in registers.
+    """
+    from tvm import tirx
+    from tvm_ffi import structural_map
+
+    def mark(node: Any) -> Any:
+        yes = tirx.IntImm("bool", 1)
+        return tirx.AllocBuffer(node.buffer, {**node.annotations, "disable_lower_builtin": yes})
+
+    return function.with_body(structural_map(function.body, (tirx.AllocBuffer, mark)))
 
 
 def build_library(

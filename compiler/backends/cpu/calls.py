@@ -9,26 +9,50 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from pagec.compiler.backends.cpu.prologue import find_prologues
+from pagec.compiler.backends.cpu.rowwise import Code
 from pagec.compiler.backends.cpu.tiles import linear_tiles
-from pagec.compiler.dims import ITEM_BYTES
+from pagec.compiler.dims import ITEM_BYTES, Capacity
 from pagec.compiler.ir import CacheType, Graph, Node
 from pagec.compiler.packer import Layout, Packer
 from pagec.compiler.program import Kernel, KvLayout, RowCount
 from pagec.compiler.target import CpuTarget
+
+# Floating-point operations per element of row-wise work; what is not here takes one.
+ELEMENT_FLOPS = {
+    "slice": 0,
+    "take_rows": 0,
+    "cast": 0,
+    "rmsnorm": 4,
+    "layernorm": 7,
+    "activation": 16,
+    "softcap": 18,
+    "softmax": 13,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A node lowered: one kernel per bucket of rows, and arguments that name values, weights, ...
 
-    `args` are as program.py has them, but "value:NAME" where a buffer is not chosen yet.
+    `args` are as program.py has them, but "value:NAME" where a buffer is not chosen yet. A variant without
+    a kernel: for so few rows there is nothing to do. `more_values`: what it reads beside its node's inputs.
     """
 
     node: Node
     rows: RowCount
-    variants: tuple[tuple[int, Kernel], ...]
+    variants: tuple[tuple[int, Kernel | None], ...]
     args: tuple[str, ...]
     suffix: str = ""
+    more_values: tuple[str, ...] = ()
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels of all variants."""
+        return [kernel for _, kernel in self.variants if kernel]
+
+    def values(self) -> list[str]:
+        """The values that it reads."""
+        return list(dict.fromkeys((*self.node.values(), *self.more_values)))
 
     @property
     def name(self) -> str:
@@ -41,6 +65,7 @@ class Settings:
     """What lowering needs to know beside the graph."""
 
     target: CpuTarget
+    capacity: Capacity
     max_len: int
     query_tile: int
     kv: KvLayout
@@ -64,6 +89,10 @@ class KernelMaker:
         self.target = settings.target
         self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
         self.scratch_bytes = 0  # kernels that need scratch memory share one area
+        self.prologues, self.alone = find_prologues(graph, settings.target)
+        self.logits = _chosen_from(graph)
+        # The first result of row-wise work, and up to how many rows the linear behind it does it itself.
+        self.done_by_linear = {p.node.outputs[0]: p.rows for p in self.prologues.values()}
 
     def _kernel(
         self,
@@ -76,17 +105,22 @@ class KernelMaker:
         bytes_per_row: int = 0,
         bytes_fixed: int = 0,
     ) -> Kernel:
+        params = {**params, "arrays": [list(a) for a in arrays]}
         key = kernel_name(template, words, {**params, "L": self.target.lanes})
         return Kernel(
             key=key,
             symbol=key,
             template=template,
-            params={**params, "arrays": [list(a) for a in arrays]},
+            params=params,
             signature=tuple(dtype for _, dtype in arrays),
             flops_per_row=flops,
             bytes_per_row=bytes_per_row,
             bytes_fixed=bytes_fixed,
         )
+
+    def _arguments(self, code: Code) -> tuple[str, ...]:
+        """The arguments behind a region's arrays."""
+        return tuple(self._row_weight(arg[7:]) if arg.startswith("weight:") else arg for arg in code.args)
 
     def _row_bytes(self, name: str) -> int:
         t = self.graph.types[name]
@@ -103,3 +137,16 @@ class KernelMaker:
         inner = self.graph.weights[name].inner
         packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
         return f"weight:{packed}"
+
+
+def _chosen_from(graph: Graph) -> str:
+    """The logits, if a linear makes them for nothing but their argmax and the caller."""
+    producers, users = graph.producers(), graph.users()
+    for node in graph.nodes:
+        if node.op == "argmax":
+            name = node.inputs[0][1:]
+            t = graph.type(name)
+            maker = producers.get(name)
+            if maker and maker.op in ("linear", "fused.linear") and t.rows == "R" and len(users[name]) == 1:
+                return name if t.dtype == "f32" and len(t.inner) == 1 else ""
+    return ""

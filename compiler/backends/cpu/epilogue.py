@@ -7,22 +7,11 @@ terms of `acc` (the tile's sums), of other rows and of vectors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from pagec.compiler.backends.cpu.rowwise import Code, Region
-from pagec.compiler.dims import WORD_ELEMENTS
+from pagec.compiler.backends.cpu.rowwise import Region
 from pagec.compiler.ir import Graph, Node
 
 # The row that a register tile's row m stands for; rows past the last repeat it.
 ROW = "T.min(row + m, num_rows - 1)"
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """The statement that stores vector j of row m of a tile, and the arrays that it reads."""
-
-    line: str
-    code: Code
 
 
 class Epilogue(Region):
@@ -37,8 +26,8 @@ class Epilogue(Region):
         self.nt, self.bias = nt, bias
         self.slices = {n.outputs[0]: n for n in slices}
 
-    def store(self) -> Store:
-        """The whole epilogue."""
+    def value(self) -> str:
+        """The whole epilogue: vector j of row m of the last value, at column {c}."""
         own = set(self.linear.inputs[1:])
         for name in self.node.inputs:
             if name[0] == "$" and name not in own:
@@ -46,18 +35,8 @@ class Epilogue(Region):
         for inner in self.node.body:
             if inner is not self.linear and inner.op not in ("slice", "take_rows"):
                 self.expressions[inner.outputs[0]] = self._node(inner)
-        (name,) = self.node.outputs
-        t = self.graph.type(name)
-        value = self.expressions[name]
-        if self.width != self.stride:
-            value = self._call("keep", value, f"{self.width} - ({{c}})")
-        column = f"({ROW}) * {self.stride} + {{c}}"
-        if WORD_ELEMENTS[t.dtype] == 1:
-            line = f"out[T.ramp({column}, 1, {self.lanes})] = {value}"
-        else:
-            rounded = self._call("to_bf16", value, kind="int32x")
-            line = f"out[T.ramp(({column}) // 2, 1, {self.lanes // 2})] = {rounded}"
-        return Store(line.replace("{c}", f"(n * {self.columns} + j * {self.lanes})"), self.code)
+        value = self.expressions[self.node.outputs[0]]
+        return value if self.width == self.stride else self._call("keep", value, f"{self.width} - ({{c}})")
 
     def _row(self, name: str) -> str:
         """A value from outside: the tile's sums, or another row in memory."""
@@ -79,9 +58,18 @@ class Epilogue(Region):
         return f"({total} + bias[T.ramp(n * {self.nt} + {at}, 1, {self.lanes})])"
 
 
-def plain_store(out_stride: int, lanes: int, nt: int, bias: bool) -> str:
-    """The store of a linear without an epilogue."""
+def plain_value(lanes: int, nt: int, bias: bool) -> str:
+    """Vector j of row m of a linear without an epilogue."""
     value = f"acc[T.ramp(m * {nt} + j * {lanes}, 1, {lanes})]"
-    if bias:
-        value += f" + bias[T.ramp(n * {nt} + j * {lanes}, 1, {lanes})]"
-    return f"out[T.ramp({ROW} * {out_stride} + n * {nt} + j * {lanes}, 1, {lanes})] = {value}"
+    return f"{value} + bias[T.ramp({{c}}, 1, {lanes})]" if bias else value
+
+
+def store_line(value: str, stride: int, unit: int, columns: int, lanes: int) -> str:
+    """The statement that stores it; `columns` of a tile, rows of `stride` elements, `unit` in a word."""
+    column = f"({ROW}) * {stride} + {{c}}"
+    if unit == 1:
+        line = f"out[T.ramp({column}, 1, {lanes})] = {value}"
+    else:
+        rounded = f'T.call_pure_extern("int32x{lanes // 2}", "pagec_to_bf16", {value})'
+        line = f"out[T.ramp(({column}) // 2, 1, {lanes // 2})] = {rounded}"
+    return line.replace("{c}", f"(n * {columns} + j * {lanes})")

@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from math import prod
 from typing import Any
 
-from pagec.compiler.backends.cpu.calls import Call, Settings
-from pagec.compiler.backends.cpu.epilogue import Epilogue, plain_store
+from pagec.compiler.backends.cpu.calls import ELEMENT_FLOPS, Call, Settings
 from pagec.compiler.backends.cpu.kv_sources import KvSources
-from pagec.compiler.backends.cpu.lower_experts import BACKEND, ExpertLowering
-from pagec.compiler.backends.cpu.rowwise import Code, Region
+from pagec.compiler.backends.cpu.lower_experts import BACKEND
+from pagec.compiler.backends.cpu.lower_sample import SampleLowering
+from pagec.compiler.backends.cpu.rowwise import Region
 from pagec.compiler.backends.cpu.tiles import (
     FEW_TILES,
     KEY_SPLIT,
     KEY_TILE,
     PARTIAL_EXTRA,
     attention_tiles,
-    linear_tiles,
 )
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import CacheType, Node
 from pagec.compiler.ops import OPS
 from pagec.compiler.ops.frequencies import frequencies
-from pagec.compiler.packer import Layout
+from pagec.compiler.program import Kernel
 from pagec.compiler.rope import RopeConfig
 
 __all__ = ["Call", "Lowering", "Settings"]
 
-# Floating-point operations per element of row-wise work; what is not here takes one.
-_ELEMENT_FLOPS = {
-    "slice": 0,
-    "take_rows": 0,
-    "cast": 0,
-    "rmsnorm": 4,
-    "layernorm": 7,
-    "activation": 16,
-    "softcap": 18,
-    "softmax": 13,
-}
 
-
-class Lowering(ExpertLowering):
+class Lowering(SampleLowering):
     """Lowers the nodes of a fused graph."""
 
     def lower(self, node: Node) -> tuple[Call, ...]:
         """The kernels of one node; CompileError if the CPU backend has none for it."""
-        return self._attention(node) if node.op == "fused.attention" else (self._one(node),)
+        if node.op == "fused.attention":
+            return self._attention(node)
+        return self._argmax(node) if node.op == "argmax" else (self._one(node),)
 
     def _one(self, node: Node) -> Call:
         match node.op:
@@ -59,14 +46,16 @@ class Lowering(ExpertLowering):
                 return self._rowwise(node)
             case "fused.kv_write":
                 return self._kv_write(node)
-            case "argmax":
-                return self._argmax(node)
+            case "rope":
+                return self._rope(node)
             case "top_k_of":
                 return self._top_k(node)
             case "expert_lists":
                 return self._expert_lists(node)
             case "grouped_linear":
                 return self._grouped_linear(node)
+            case "sample":
+                return self._sample(node)
         if node.op in OPS and BACKEND in OPS[node.op].templates:
             return self._templated(node)
         raise CompileError(
@@ -76,62 +65,6 @@ class Lowering(ExpertLowering):
         )
 
     # ----------------------------------------------------------------------------------- nodes
-
-    def _linear(self, node: Node) -> Call:
-        linear = next((n for n in node.body if n.op == "linear"), node)
-        x, y = self.graph.type(linear.inputs[0][1:]), self.graph.type(linear.outputs[0])
-        dtype, bias = x.dtype, len(linear.inputs) > 2
-        unit, kp = WORD_ELEMENTS[dtype], row_stride(x.inner)
-        nt = self.packer.nt
-        arrays, args = [("x", "int32"), ("w", "int32")], [f"value:{linear.inputs[0][1:]}", ""]
-        parts, ops, layout = 1, [], Layout(y.inner)
-        store = plain_store(row_stride(y.inner), self.target.lanes, nt, bias)
-        extra = Code([], [], [], 0, 0, False, [])
-        if node.body:
-            epilogue = Epilogue(node, self.graph, self.target.lanes, nt, bias)
-            written = epilogue.store()
-            store, extra, parts = written.line, written.code, epilogue.parts
-            ops = [n.op for n in node.body if n.op not in ("linear", "slice", "take_rows")]
-            if parts > 1:
-                layout = Layout(y.inner, side_by_side=epilogue.columns)
-        args[1] = f"weight:{self.packer.matrix(linear.inputs[1][1:], layout, x.inner, dtype)}"
-        if bias:
-            arrays.append(("bias", "float32"))
-            args.append(f"weight:{self.packer.vector(linear.inputs[2][1:], layout)}")
-        arrays += extra.arrays
-        args += [self._row_weight(arg[7:]) if arg.startswith("weight:") else arg for arg in extra.args]
-        out = self.graph.type(node.outputs[0])
-        arrays.append(("out", "int32" if out.dtype == "bf16" else "float32"))
-        args.append(f"value:{node.outputs[0]}")
-        n, k, width = prod(y.inner), prod(x.inner), layout.width
-        suffix = "_bias" * bias + "".join(f"_{op}" for op in dict.fromkeys(ops))
-        variants = []
-        for limit, num_rows in linear_tiles(self.target).buckets:
-            params = {
-                "dtype": dtype,
-                "N": width,
-                "NP": width,
-                "K": kp,
-                "KW": kp // unit,
-                "unit": unit,
-                "NT": nt,
-                "MB": num_rows,
-                "bias": bias,
-                "parts": parts,
-                "ops": ops,
-                "store": store,
-            }
-            kernel = self._kernel(
-                "linear",
-                f"{dtype}_n{width}_k{kp}{suffix}_m{num_rows}",
-                params,
-                arrays,
-                flops=2 * n * k + prod(out.inner) * sum(_ELEMENT_FLOPS.get(op, 1) for op in ops),
-                bytes_per_row=sum(self._row_bytes(name) for name in (*node.values(), node.outputs[0])),
-                bytes_fixed=n * k * ITEM_BYTES[dtype],
-            )
-            variants.append((limit, kernel))
-        return Call(node, self._rows(node), tuple(variants), tuple(args))
 
     def _embed(self, node: Node) -> Call:
         out = self.graph.type(node.outputs[0])
@@ -158,28 +91,25 @@ class Lowering(ExpertLowering):
         args = (f"value:{node.inputs[0][1:]}", f"weight:{weight}", f"value:{node.outputs[0]}")
         return Call(node, self._rows(node), ((0, kernel),), args)
 
-    def _argmax(self, node: Node) -> Call:
-        x = self.graph.type(node.inputs[0][1:])
-        params = {"width": x.inner[0], "stride": row_stride(x.inner)}
+    def _argmax(self, node: Node) -> tuple[Call, ...]:
+        """From the logits where they are wanted, else straight from the linear that makes them."""
+        name = node.inputs[0][1:]
+        x = self.graph.type(name)
+        params = {"width": x.inner[0], "stride": row_stride(x.inner), "pairs": False}
         arrays = [("x", "float32"), ("out", "int32")]
         kernel = self._kernel("argmax", str(x.inner[0]), params, arrays, bytes_per_row=4 * x.inner[0])
-        args = (f"value:{node.inputs[0][1:]}", f"value:{node.outputs[0]}")
-        return Call(node, self._rows(node), ((0, kernel),), args)
+        args = (f"value:{name}", f"value:{node.outputs[0]}")
+        if name != self.logits:
+            return (Call(node, self._rows(node), ((0, kernel),), args),)
+        return (Call(node, "logits", ((0, kernel),), args), *self._greedy(node))
 
     def _rowwise(self, node: Node) -> Call:
         region = Region(node, self.graph, self.target.lanes)
         code = region.build()
         ops = [inner.op for inner in node.body]
         params = {
-            "groups": region.groups,
-            "width": region.width,
-            "padded": region.padded,
             "ops": ops,
-            "num_temporaries": code.num_temporaries,
-            "num_stats": code.num_stats,
-            "gathers": code.gathers,
-            "walks": [asdict(walk) for walk in code.walks],
-            "pads": code.pads,
+            "code": region.params(),
         }
         words = "_".join(dict.fromkeys(op for op in ops if op != "slice"))
         kernel = self._kernel(
@@ -187,11 +117,13 @@ class Lowering(ExpertLowering):
             f"{words}_{region.groups}x{region.width}",
             params,
             code.arrays,
-            flops=region.groups * region.width * sum(_ELEMENT_FLOPS.get(op, 1) for op in ops),
+            flops=region.groups * region.width * sum(ELEMENT_FLOPS.get(op, 1) for op in ops),
             bytes_per_row=sum(self._row_bytes(name) for name in (*node.values(), *node.outputs)),
         )
-        args = tuple(self._row_weight(arg[7:]) if arg.startswith("weight:") else arg for arg in code.args)
-        return Call(node, self._rows(node), ((0, kernel),), args)
+        variants: tuple[tuple[int, Kernel | None], ...] = ((0, kernel),)
+        if node.outputs[0] in self.done_by_linear:
+            variants = ((self.done_by_linear[node.outputs[0]], None), *variants)
+        return Call(node, self._rows(node), variants, self._arguments(code))
 
     def _kv_write(self, node: Node) -> Call:
         write = next(n for n in node.body if n.op == "kv_write")
@@ -218,7 +150,7 @@ class Lowering(ExpertLowering):
             "interleaved": bool(config and config.interleaved),
             "table_length": self.settings.max_len,
             "block_size": self.settings.kv.block_size,
-            "span_elements": self.settings.kv.span_bytes // ITEM_BYTES[dtype],
+            "span_words": self.settings.kv.span_bytes // 4,
             "out_stride": row_stride((heads, cache.head_dim)) if heads else 0,
         }
         arrays, args = [("slots", "int32")], [f"step:slot_mapping.{group}"]
@@ -230,9 +162,9 @@ class Lowering(ExpertLowering):
             arrays += [("rope", "float32"), ("positions", "int32")]
             args += [f"table:{self._table(config)}", "step:positions"]
         if heads:
-            arrays.append(("out", "int32" if unit == 2 else "float32"))
+            arrays.append(("out", "int32"))
             args.append(f"value:{outs[0]}")
-        arrays.append(("cache", "int16" if unit == 2 else "float32"))
+        arrays.append(("cache", "int32"))
         args.append(f"kv:{cache.layer}")
         elements = (heads + 2 * cache.kv_heads) * cache.head_dim
         kernel = self._kernel(
@@ -242,6 +174,33 @@ class Lowering(ExpertLowering):
             arrays,
             bytes_per_row=elements * (4 + ITEM_BYTES[dtype]),
         )
+        return Call(node, "T", ((0, kernel),), tuple(args))
+
+    def _rope(self, node: Node) -> Call:
+        """Rope whose results something else than a KV write reads."""
+        config = RopeConfig.from_attrs(node.attrs)
+        q, k = (self.graph.type(name).inner for name in node.outputs)
+        params = {
+            "q_heads": q[0],
+            "k_heads": k[0],
+            "q_stride": row_stride(q),
+            "k_stride": row_stride(k),
+            "DP": padded_last(q),
+            "dims": config.dims,
+            "interleaved": config.interleaved,
+            "table_length": self.settings.max_len,
+        }
+        arrays = [(name, "float32") for name in ("q", "k")]
+        arrays += [("positions", "int32"), ("rope", "float32"), ("q_out", "float32"), ("k_out", "float32")]
+        words = f"h{q[0]}_kv{k[0]}_d{q[1]}_{config.dims}"
+        row_bytes = sum(self._row_bytes(name) for name in (*node.values(), *node.outputs))
+        kernel = self._kernel("rope", words, params, arrays, bytes_per_row=row_bytes)
+        args = [f"value:{name[1:]}" for name in node.inputs[:2]]
+        args += [
+            "step:positions",
+            f"table:{self._table(config)}",
+            *(f"value:{name}" for name in node.outputs),
+        ]
         return Call(node, "T", ((0, kernel),), tuple(args))
 
     def _table(self, config: RopeConfig) -> str:
@@ -314,5 +273,5 @@ class Lowering(ExpertLowering):
         self.scratch_bytes = max(self.scratch_bytes, 4 * pieces * (dp + PARTIAL_EXTRA))
         if max_splits > 1:
             merge = self._kernel("attention_merge", words, params, [*arrays[:3], *arrays[-2:]])
-            calls.append(Call(node, "tiles", ((0, merge),), (*args[:3], *args[-2:]), ".merge"))
+            calls.append(Call(node, "merges", ((0, merge),), (*args[:3], *args[-2:]), ".merge"))
         return tuple(calls)

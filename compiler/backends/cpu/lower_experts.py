@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pagec.compiler.backends.cpu.calls import Call, KernelMaker
+from pagec.compiler.backends.cpu.calls import Call
+from pagec.compiler.backends.cpu.lower_linear import LinearLowering
 from pagec.compiler.backends.cpu.tiles import linear_tiles
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, padded_last, row_stride
 from pagec.compiler.ir import Node, Type
@@ -13,7 +14,7 @@ from pagec.compiler.ops import OPS
 BACKEND: Final = "cpu"
 
 
-class ExpertLowering(KernelMaker):
+class ExpertLowering(LinearLowering):
     """Choices, lists of rows by expert, and grouped linears."""
 
     def _top_k(self, node: Node) -> Call:

@@ -13,10 +13,8 @@ with an addition (see vector.ll), so that a region's bits do not depend on where
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
@@ -41,27 +39,25 @@ class Walk:
 
 @dataclass(slots=True)
 class Code:
-    """What the template needs: arrays in argument order, the walks, and the names behind the arrays."""
+    """What the template needs: arrays in argument order, the walks, and the names behind the arrays.
+
+    `gathers`: the array that says which row of another value a row reads, if any.
+    """
 
     arrays: list[tuple[str, str]]
     args: list[str]
     walks: list[Walk]
     num_temporaries: int
     num_stats: int
-    gathers: bool
+    gathers: str
     pads: list[str]
-
-    def digest(self) -> str:
-        """Names this code: equal code has equal digests."""
-        data = [self.arrays, [[w.reset, w.lines, w.after] for w in self.walks], self.pads]
-        return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:8]
 
 
 class Region:
-    """Writes the code of one fused.rowwise node for vectors of `lanes`."""
+    """Writes the code of one fused.rowwise node for vectors of `lanes`; names of arrays get the prefix."""
 
-    def __init__(self, node: Node, graph: Graph, lanes: int) -> None:
-        self.node, self.graph, self.lanes = node, graph, lanes
+    def __init__(self, node: Node, graph: Graph, lanes: int, prefix: str = "") -> None:
+        self.node, self.graph, self.lanes, self.prefix = node, graph, lanes, prefix
         shape = graph.type(node.body[-1].outputs[0])
         self.inner = shape.inner
         self.width, self.padded = shape.inner[-1], padded_last(shape.inner)
@@ -69,7 +65,7 @@ class Region:
         self.stride = row_stride(shape.inner)
         self.expressions: dict[str, str] = {}
         self.stored: set[str] = set()
-        self.code = Code([], [], [Walk()], 0, 0, False, [])
+        self.code = Code([], [], [Walk()], 0, 0, "", [])
         self.array_of: dict[str, str] = {}
 
     def build(self) -> Code:
@@ -88,10 +84,24 @@ class Region:
                 self._store(name)
         return self.code
 
+    def params(self) -> dict[str, Any]:
+        """The code as templates/cpu/rowwise.jinja takes it."""
+        return {
+            "groups": self.groups,
+            "width": self.width,
+            "padded": self.padded,
+            "num_temporaries": self.code.num_temporaries,
+            "num_stats": self.code.num_stats,
+            "gathers": self.code.gathers,
+            "walks": [asdict(walk) for walk in self.code.walks],
+            "pads": self.code.pads,
+        }
+
     # ------------------------------------------------------------------------------ operands
 
     def _array(self, argument: str, prefix: str, element: str) -> str:
         if argument not in self.array_of:
+            prefix = self.prefix + prefix
             name = f"{prefix}{sum(n.startswith(prefix) for n, _ in self.code.arrays)}"
             self.array_of[argument] = name
             self.code.arrays.append((name, element))
@@ -128,8 +138,8 @@ class Region:
             view = views[name]
             name = next(view.values())
             if view.op == "take_rows":
-                self._array(f"value:{view.inputs[1][1:]}", "rows", "int32")
-                self.code.gathers, row = True, "source"
+                self.code.gathers = self._array(f"value:{view.inputs[1][1:]}", "rows", "int32")
+                row = "source"
             elif view.op == "slice":
                 start = view.attrs["start"]
                 assert isinstance(start, int)
@@ -159,7 +169,7 @@ class Region:
 
     def _keep(self, expression: str) -> str:
         """With the padding past the last element held at zero."""
-        if self.width % self.lanes == 0:
+        if self.width == self.padded:
             return expression
         return self._call("keep", expression, f"{self.width} - ({{c}})")
 

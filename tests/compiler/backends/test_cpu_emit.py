@@ -64,7 +64,7 @@ def test_neon_code_compiles(tmp_path: Path, dtype: DType) -> None:
         (tmp_path / name).write_text(text)
     module = compile_module(program.kernels, tmp_path, target, lambda *_: None)
     file = tmp_path / "kernels.o"
-    module.mod.write_to_file(str(file))
+    module.write_to_file(str(file))
     head = file.read_bytes()[:20]
     assert head[:4] == b"\x7fELF"
     assert int.from_bytes(head[18:20], "little") == 183  # EM_AARCH64

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.kernels import KernelRun, one_node_graph
+from support.targets import RUNNABLE, U, dtypes, few, rounded, targets
 
 from pagec.compiler import reference
-from pagec.compiler.backends.targets import PREFERENCE, load_target
-from pagec.compiler.dims import DType, padded_last
+from pagec.compiler.backends.cpu.prologue import find_prologues
+from pagec.compiler.backends.targets import load_target
+from pagec.compiler.dims import DType
 from pagec.compiler.ir import CacheType, Graph, Node, Type
-from pagec.compiler.packing import from_bf16, kv_elements, to_bf16
+from pagec.compiler.packing import from_bf16, kv_elements
 from pagec.compiler.passes.fuse_epilogue import fuse_epilogue
 from pagec.compiler.passes.fuse_rowwise import fuse_rowwise
 from pagec.compiler.program import KvGroup, KvLayout
-from pagec.compiler.target import host
-
-U = 2.0**-24
-RUNNABLE = [name for name in PREFERENCE if host().flags.issuperset(load_target(name).requires)]
-few = settings(
-    max_examples=6,
-    deadline=None,  # an example compiles kernels, so shrinking one would take minutes
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-targets = pytest.mark.parametrize("target", RUNNABLE)
-dtypes = pytest.mark.parametrize("dtype", ["bf16", "f32"])
-
-
-def rounded(x: Any, dtype: DType) -> Any:
-    return from_bf16(to_bf16(x)) if dtype == "bf16" else np.asarray(x, np.float32)
-
 
 # ---------------------------------------------------------------------------------------- linear
 
@@ -81,171 +65,6 @@ def test_a_linear_of_heads_reads_and_writes_padded_heads() -> None:
     )
     y = KernelRun(graph, {"w": w}).run({"x": x})["y"]
     assert np.allclose(y, (x.reshape(7, 60) @ w.T).reshape(7, 5, 20), rtol=0, atol=1e-4)
-
-
-# ------------------------------------------------------------------------------------- attention
-
-
-def attention_step(layout: KvLayout, chunks: list[tuple[int, int]], max_blocks: int, rng: Any) -> Any:
-    """Step arrays for sequences of (tokens before, tokens now), their blocks in random order."""
-    free = list(rng.permutation(np.arange(1, 400)))
-    tables = np.zeros((len(chunks), max_blocks), np.int32)
-    for row, (before, now) in zip(tables, chunks, strict=True):
-        count = -(-(before + now) // layout.block_size)
-        row[:count] = [free.pop() for _ in range(count)]
-    starts = np.cumsum([0, *(now for _, now in chunks)]).astype(np.int32)
-    return tables, starts, np.array([b + n for b, n in chunks], np.int32)
-
-
-def tiles_of(chunks: list[tuple[int, int]], height: int) -> Any:
-    tiles = [(s, row) for s, (_, now) in enumerate(chunks) for row in range(0, now, height)]
-    return np.array(tiles, np.int32)
-
-
-def fill_pool(layout: KvLayout, tables: Any, keys: list[Any], values: list[Any]) -> Any:
-    """One layer's pool: NaN but for the keys and values of each sequence (padded heads, as kv_write does)."""
-    padded = padded_last((layout.head_dim,))
-    whole = replace(layout, head_dim=padded)
-    kind: Any = np.uint16 if layout.dtype == "bf16" else np.float32
-    pool = np.full(400 * layout.span_bytes, 0xFF, np.uint8).view(kind)
-    for table, k, v in zip(tables, keys, values, strict=True):
-        positions = np.arange(len(k))
-        slots = table[positions // layout.block_size] * layout.block_size + positions % layout.block_size
-        for place, part in zip(kv_elements(whole, slots), (k, v), strict=True):
-            x = np.pad(part, ((0, 0), (0, 0), (0, padded - layout.head_dim)))
-            pool[place] = to_bf16(x) if layout.dtype == "bf16" else x
-    return pool
-
-
-def expected_attention(q: Any, k: Any, v: Any, start: int, scale: float, window: int | None, cap: Any) -> Any:
-    """Float64, one sequence: q[n,h,d] from position `start`, k and v [length,g,d]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
-    scores = np.einsum("nhd,khd->hnk", q.astype(np.float64), k) * scale
-    scores = scores if cap is None else cap * np.tanh(scores / cap)
-    row, key = start + np.arange(len(q))[:, None], np.arange(len(k))[None]
-    seen = (key <= row) & ((key > row - window) if window else True)
-    scores = np.where(seen, scores, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hnk,khd->nhd", p / p.sum(-1, keepdims=True), v)
-
-
-def run_attention(
-    *,
-    target: str,
-    dtype: DType,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    chunks: list[tuple[int, int]],
-    window: int | None = None,
-    softcap: float | None = None,
-    block_size: int = 16,
-    height: int = 8,
-    seed: int = 0,
-    threads: int = 2,
-    rows: tuple[int, int] | None = None,
-) -> tuple[Any, list[Any]]:
-    """The kernel's result on random inputs, and float64's for each sequence. `rows`: of the one sequence,
-    which begins at 0, these only, the others having been computed before."""
-    rng = np.random.default_rng(seed)
-    cache = CacheType(0, kv_heads, head_dim, window)
-    layout = KvLayout(dtype, block_size, kv_heads, head_dim, (KvGroup((0,), window),))
-    out = Type("T", (heads, head_dim), "f32")
-    attrs: dict[str, Any] = {"scale": head_dim**-0.5}
-    attrs |= {"window": window} if window else {}
-    attrs |= {"softcap": softcap} if softcap else {}
-    core = Node("paged_attention", ("%q", "%kv", "%positions", "%sequences"), ("a",), attrs)
-    node = Node("fused.attention", core.inputs, ("a",), body=(core,))
-    integers = Type("T", (), "i32")
-    types: Any = {"q": Type("T", (heads, head_dim), dtype), "kv": cache, "a": out}
-    types |= {"positions": integers, "sequences": integers}
-    graph = Graph(("q", "kv", "positions", "sequences"), ("a",), (node,), types, {})
-    kernels = KernelRun(graph, kv=layout, query_tile=height, target=target, threads=threads, max_len=1024)
-    tables, starts, lengths = attention_step(layout, chunks, -(-1024 // block_size), rng)
-    spread = [rng.standard_normal((n, kv_heads, head_dim)) for n in lengths]
-    keys = [rounded(x, dtype) for x in spread]
-    values = [rounded(rng.standard_normal(x.shape), dtype) for x in keys]
-    q = rounded(2 * rng.standard_normal((starts[-1], heads, head_dim)), dtype)
-    if rows:
-        q, starts = q[rows[0] : rows[1]], np.array([0, rows[1] - rows[0]], np.int32)
-        chunks, lengths = [(rows[0], rows[1] - rows[0])], np.array([rows[1]], np.int32)
-    step = {
-        "step:tiles": tiles_of(chunks, height),
-        "step:query_start": starts,
-        "step:seq_lens": lengths,
-        "step:block_tables.0": tables,
-        "kv:0": fill_pool(layout, tables, keys, values),
-    }
-    got = kernels.run({"q": q}, step)["a"]
-    expected = [
-        expected_attention(q[a:b], k, v, before, attrs["scale"], window, softcap)
-        for a, b, k, v, (before, _) in zip(starts[:-1], starts[1:], keys, values, chunks, strict=True)
-    ]
-    return got, expected
-
-
-# P is rounded to bf16 (2^-9 of each), so a row is off by 2^-9 of a mean of |v|, which is below 6 here; in
-# float32 scores of 50 keep 50 u, and sums of n terms n u.
-ALLOWED = {"bf16": 6 * 2.0**-9, "f32": 6 * 700 * U}
-
-
-@targets
-@dtypes
-@few
-@given(
-    ratio=st.sampled_from([(9, 3), (14, 2), (28, 4), (1, 1), (4, 4), (8, 1)]),
-    head_dim=st.sampled_from([64, 80, 96, 112, 128, 256, 40, 20]),
-    window=st.sampled_from([None, 1, 17, 64, 300]),
-    softcap=st.sampled_from([None, 30.0]),
-    block_size=st.sampled_from([16, 32, 64]),
-    chunks=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 40)), min_size=1, max_size=4),
-    seed=st.integers(0, 2**31),
-)
-def test_attention(
-    target: str,
-    dtype: DType,
-    ratio: tuple[int, int],
-    head_dim: int,
-    window: int | None,
-    softcap: float | None,
-    block_size: int,
-    chunks: list[tuple[int, int]],
-    seed: int,
-) -> None:
-    heads, kv_heads = ratio
-    got, expected = run_attention(
-        target=target,
-        dtype=dtype,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        chunks=chunks,
-        window=window,
-        softcap=softcap,
-        block_size=block_size,
-        seed=seed,
-    )
-    assert np.abs(got - np.concatenate(expected)).max() <= ALLOWED[dtype]
-
-
-@targets
-@dtypes
-@pytest.mark.parametrize("window", [None, 50])
-def test_an_attention_row_has_the_same_bits_in_any_chunk(
-    target: str, dtype: DType, window: int | None
-) -> None:
-    """Rows of one sequence, computed together, alone, in tiles of other heights and by other threads."""
-    shape: dict[str, Any] = {"heads": 9, "kv_heads": 3, "head_dim": 64, "target": target, "dtype": dtype}
-    whole, _ = run_attention(**shape, window=window, chunks=[(0, 300)], height=8, seed=5)
-    for height, threads in ((1, 1), (7, 2), (32, 1)):
-        other, _ = run_attention(
-            **shape, window=window, chunks=[(0, 300)], height=height, threads=threads, seed=5
-        )
-        assert other.tobytes() == whole.tobytes()
-
-
-# --------------------------------------------------------------------------------------- the rest
 
 
 @targets
@@ -309,7 +128,8 @@ def test_kv_write(target: str, dtype: DType, head_dim: int, dims: int, interleav
 
     x = rng.standard_normal((50, groups, head_dim)).astype(np.float32)
     positions = rng.permutation(1000)[:50].astype(np.int32)
-    slots = rng.permutation(9 * 32)[:50].astype(np.int32)
+    # Chunks of sequences. The two workers part at row 25, slot 77, which shares a word with slot 76.
+    slots = np.concatenate([np.arange(5, 22), [64], np.arange(70, 90), np.arange(200, 212)]).astype(np.int32)
     kind: Any = np.uint16 if dtype == "bf16" else np.float32
     pool = np.full(9 * layout.span_bytes, 0xFF, np.uint8).view(kind)
     step = {"step:slot_mapping.0": slots, "step:positions": positions, "kv:0": pool}
@@ -417,15 +237,6 @@ def test_a_region_cut_in_two_gives_the_same_bits() -> None:
         assert (expected == x * y + z).all()
 
 
-def test_softmax_of_large_scores_is_exact_in_its_extremes() -> None:
-    """One key dominates by more than e^87: its value comes out as it is."""
-    got, expected = run_attention(
-        target=RUNNABLE[0], dtype="f32", heads=1, kv_heads=1, head_dim=16, chunks=[(0, 1)]
-    )
-    assert math.isfinite(float(got.sum()))
-    assert np.array_equal(got, np.concatenate(expected).astype(np.float32))
-
-
 # ------------------------------------------------------------------------------------- epilogues
 
 
@@ -482,17 +293,91 @@ def test_an_epilogue_gives_the_bits_of_separate_kernels(target: str, dtype: DTyp
     assert np.abs(results[0]).max() > 0.1
 
 
+# ------------------------------------------------------------------------- prologues and the argmax
+
+
+def normed_linear(dtype: DType, residual: bool) -> Graph:
+    """A norm, rounded if need be, and the linear (K = 70) behind it; a residual sum behind that."""
+    wide, rows = Type("T", (100,), "f32"), Type("T", (70,), "f32")
+    types: dict[str, Any] = {"x": rows, "h": rows, "h.c": Type("T", (70,), dtype), "y": wide}
+    weights = {"n": Type(None, (70,), "f32"), "w": Type(None, (100, 70), dtype)}
+    nodes = [Node("rmsnorm", ("%x", "$n"), ("h",), {"eps": 1e-5})]
+    if dtype == "bf16":
+        nodes.append(Node("cast", ("%h",), ("h.c",), {"dtype": "bf16"}))
+    source = nodes[-1].outputs[0]
+    if dtype == "f32":
+        del types["h.c"]
+    nodes.append(Node("linear", (f"%{source}", "$w"), ("y",)))
+    if residual:
+        types |= {"r": wide, "o": wide}
+        nodes.append(Node("add", ("%r", "%y"), ("o",)))
+    return Graph(("x", "r") if residual else ("x",), nodes[-1].outputs, tuple(nodes), types, weights)
+
+
 @targets
 @dtypes
-@pytest.mark.parametrize("window", [None, 300])
-def test_splits_computed_apart_give_the_same_bits(target: str, dtype: DType, window: int | None) -> None:
-    """Long contexts: few decoding rows are cut into splits, many are not, and neither are rows of a chunk."""
-    shape: dict[str, Any] = {"heads": 9, "kv_heads": 3, "head_dim": 64, "target": target, "dtype": dtype}
-    chunk = [(0, 900)]
-    whole, expected = run_attention(**shape, window=window, chunks=chunk, height=10, seed=3)
-    assert np.abs(whole - expected[0]).max() <= ALLOWED[dtype]
-    for threads in (1, 2):
-        last, _ = run_attention(
-            **shape, window=window, chunks=chunk, height=10, seed=3, threads=threads, rows=(899, 900)
-        )
-        assert last.tobytes() == whole[899:].tobytes()
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_linear_that_norms_few_rows_itself_gives_the_same_bits(
+    target: str, dtype: DType, residual: bool
+) -> None:
+    """Up to two rows are normed by the linear, more by a kernel of its own: each row's bits are the same."""
+    rng = np.random.default_rng(0)
+    graph = fuse_rowwise(fuse_epilogue(normed_linear(dtype, residual)))
+    weights = {name: rounded(rng.standard_normal(t.inner), t.dtype) for name, t in graph.weights.items()}
+    values = {name: rng.standard_normal((9, *graph.type(name).inner)) for name in graph.inputs}
+    kernels = KernelRun(graph, weights, target=target)
+    norm, linear = kernels.calls
+    assert [limit for limit, kernel in norm.variants if kernel is None] == [2]
+    assert [bool(kernel.params["before"]) for kernel in linear.kernels()] == [True, True, False]
+    whole = kernels.run(values)[graph.outputs[0]]
+    assert np.abs(whole).max() > 0.1
+    for rows in (1, 2):
+        part = kernels.run({name: x[:rows] for name, x in values.items()})[graph.outputs[0]]
+        assert part.tobytes() == whole[:rows].tobytes()
+
+
+def test_a_norm_that_others_read_too_or_that_costs_more_than_a_launch_stays_apart() -> None:
+    target = load_target(RUNNABLE[0])
+    graph = fuse_rowwise(normed_linear("bf16", residual=False))
+    found, refused = find_prologues(graph, target)
+    assert [(p.node.outputs, p.rows) for p in found.values()] == [(("h.c",), 2)]
+    assert not refused
+    kept = fuse_rowwise(replace(normed_linear("bf16", residual=False), outputs=("y", "h.c")))
+    assert find_prologues(kept, target) == ({}, {"h.c": "%h.c is a result"})
+    found, refused = find_prologues(graph, replace(target, launch_ns=1))
+    assert not found
+    assert "costs more than the launch" in refused["h.c"]
+
+
+@targets
+@dtypes
+@pytest.mark.parametrize("width", [1, 63, 64, 100, 1000])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_argmax_of_a_linear_is_the_same_without_its_results(
+    target: str, dtype: DType, width: int, cap: float | None
+) -> None:
+    """Also where all logits are negative, and where several are the greatest: then it is the first."""
+    rng = np.random.default_rng(width)
+    logits = Type("R", (width,), "f32")
+    types: dict[str, Any] = {"h": Type("R", (48,), dtype), "y": logits, "i": Type("R", (), "i32")}
+    nodes = [Node("linear", ("%h", "$w", "$b"), ("y",))]
+    if cap:
+        types["c"] = logits
+        nodes.append(Node("softcap", ("%y",), ("c",), {"cap": cap}))
+    name = nodes[-1].outputs[0]
+    nodes.append(Node("argmax", (f"%{name}",), ("i",)))
+    weights = {"w": Type(None, (width, 48), dtype), "b": Type(None, (width,), "f32")}
+    graph = fuse_epilogue(Graph(("h",), (name, "i"), tuple(nodes), types, weights))
+    w = rounded(rng.standard_normal((width, 48)), dtype)
+    w[width // 2 :] = w[: width - width // 2]  # every logit twice or more
+    h = rounded(rng.standard_normal((9, 48)), dtype)
+    for bias in (0.0, -100.0):
+        kernels = KernelRun(graph, {"w": w, "b": np.full(width, bias)}, target=target)
+        every = kernels.calls
+        assert [call.rows for call in every] == ["logits", "logits", "greedy", "greedy"]
+        for count in (1, 2, 9):
+            kernels.calls = every[:2]
+            expected = kernels.run({"h": h[:count]})
+            assert (expected["i"] == expected[name].argmax(-1)).all()
+            kernels.calls = every  # what comes last overwrites the index
+            assert (kernels.run({"h": h[:count]})["i"] == expected["i"]).all()

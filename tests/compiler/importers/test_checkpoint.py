@@ -50,6 +50,20 @@ def source(tiny: str, weight: str, use: str = "$new", **arrays: F32) -> WeightSo
     )
 
 
+def test_rows_of_every_block(tiny: str) -> None:
+    """q, k and v in turns, a head of each: [heads, 3, head_dim]."""
+    fused = numbers(24, 8)
+    weight = "{name: f, shape: [hidden, hidden], rows: [%s], every: 3 * head_dim}"
+    found = source(tiny, weight % "4, 8", "linear(h, $new)", f=fused)
+    assert np.array_equal(found.get("new"), np.concatenate([fused[4:8], fused[16:20]]))
+    with pytest.raises(CheckpointError, match="surplus: rows 8 to 12 of f"):
+        found.check()
+    source(tiny, weight % "8, 12", "linear(h, $new)", f=fused).check()
+    for rows in (23, 12, 36):
+        with pytest.raises(CheckpointError, match=r"new needs \[8, 8\] as rows 4 to 8 of every 12"):
+            source(tiny, weight % "4, 8", "linear(h, $new)", f=numbers(rows, 8)).get("new")
+
+
 def test_transposed_and_rows(tiny: str) -> None:
     fused = numbers(8, 24)
     weight = "{name: f, shape: [hidden, hidden], rows: [hidden, 2 * hidden], stored: transposed}"

@@ -52,3 +52,9 @@ def test_a_distant_one_says_what_is_wrong(tmp_path: Path) -> None:
     text = draft(tmp_path)
     assert "#   ffn_dim: 48\n" in text
     assert "decoder.layers.{i}.fc1.weight [48, 32]" in text
+
+
+def test_keys_of_nested_maps_are_listed(tmp_path: Path) -> None:
+    text = draft(saved("stablelm", tmp_path))
+    assert "#   rope_parameters.partial_rotary_factor: 0.25\n" in text
+    assert "rope_theta" not in text.split("Keys that no param reads:")[1]

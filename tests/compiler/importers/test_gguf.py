@@ -125,7 +125,7 @@ def test_a_spec_of_ones_own_with_a_gguf_file(tmp_path: Path, save_model: Any) ->
             "general.architecture is 'falcon', which no family knows; known: gemma2, gemma3, gpt2, llama",
         ),
         ({"arch": "qwen2", "add_expert_count": 4}, "expert_count is 4, family 'qwen2' is for 0"),
-        ({"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "rope's factor must be a number above zero"),
+        ({"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "rope's factor is missing"),
         ({"add_feed_forward_length": [48, 64]}, "llama.feed_forward_length differs from layer to layer"),
     ],
 )

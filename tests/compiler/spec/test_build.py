@@ -58,6 +58,7 @@ def layer(tiny: str, expression: str) -> list[str]:
         ("rmsnorm(x, none, eps=1, offset=0)", ["rmsnorm(%x, eps=1.0)"]),
         ("rmsnorm(x, $norm, 1, 1)", ["rmsnorm(%x, $norm, eps=1.0, offset=1.0)"]),
         ("layernorm(x, $norm, b=none, eps=1)", ["layernorm(%x, $norm, eps=1.0)"]),
+        ("layernorm(x, $norm, eps=1, offset=1)", ["layernorm(%x, $norm, eps=1.0, offset=1.0)"]),
         ("linear(x, $up, b=$norm)", ["linear(%x, $up, $norm)"]),
     ],
 )
@@ -88,6 +89,46 @@ def test_the_result_is_called_logits_whatever_was_bound_to_the_name(tiny: str) -
         assert graph.nodes[-1].outputs == ("logits",)
         assert len({name for node in graph.nodes for name in node.outputs}) == len(graph.nodes)
         assert graph.type("logits") == Type("T", (32,), "f32")
+
+
+GATE = "  gate: {name: gate, shape: [1, hidden]}\ngraph:"
+
+
+@pytest.mark.parametrize("product", ["x * linear(h, $gate)", "linear(h, $gate) * x"])
+def test_a_value_of_one_element_weighs_the_rows_of_another(tiny: str, product: str) -> None:
+    text = tiny.replace("graph:", GATE).replace("x + linear(h, $up)", f"linear({product}, $up)")
+    assert [line.split(" = ")[1] for line in lines(text)[2:5]] == [
+        "linear(%l0.h, $gate)",
+        "heads_of(%x, head_dim=8)",
+        "weighted_sum(%l0.x.heads_of, %l0.x.linear)",
+    ]
+
+
+def test_values_that_only_some_layers_have(tiny: str) -> None:
+    """Several names can be none together."""
+    text = tiny.replace(
+        "    - h = ", "    - w, e = top_k_of(softmax(linear(x, $up)), 2) if i > 0 else none\n    - h = "
+    ).replace("x + linear", "x + (weighted_sum(heads_of(linear(x, $up), 4), w) if i > 0 else none) + linear")
+    with pytest.raises(SpecError, match="none is not a number"):
+        build_graph(parse_spec(text, "tiny.yaml"))
+    text = text.replace("if i > 0 else none) + linear", "if i > 0 else linear(x, $up)) + linear")
+    with pytest.raises(SpecError, match="operands differ: T x 8 f32 and T x 4 f32"):
+        build_graph(parse_spec(text, "tiny.yaml"))
+    text = text.replace("heads_of(linear(x, $up), 4)", "heads_of(linear(x, $wide), hidden)")
+    text = text.replace("graph:", "  wide: {name: wide, shape: [2 * hidden, hidden]}\ngraph:")
+    graph = build_graph(parse_spec(text, "tiny.yaml"))
+    assert [node.outputs for node in graph.nodes if node.op == "top_k_of"] == [("l1.w", "l1.e")]
+
+
+def test_what_the_result_does_not_come_from_leaves_no_trace(tiny: str) -> None:
+    """A value that is used in another layer only."""
+    text = tiny.replace("    - h = ", "    - y = linear(x, $other)\n    - h = ").replace(
+        "x + linear", "(x if i > 0 else y) + linear"
+    )
+    text = text.replace("graph:", '  other: {name: "{i}.other", shape: [hidden, hidden]}\ngraph:')
+    graph = build_graph(parse_spec(text, "tiny.yaml"))
+    assert {name for name in graph.weights if "other" in name} == {"l0.other"}
+    assert "l1.y" not in graph.types
 
 
 def test_scalars_can_be_named_in_a_graph(tiny: str) -> None:
@@ -126,7 +167,7 @@ def test_rope_settings_become_attributes(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ("{dims: 4}", "rope's base must be a number above zero, not None"),
+        ("{dims: 4}", "rope's base is missing"),
         ("{base: 1.0, dims: 2.5}", "rope's dims must be a positive even number, not 2.5"),
         ("{base: 1.0, dims: 3}", "rope turns 3 of 4 dims of q"),
         ("{base: 1.0, dims: 8}", "rope turns 8 of 4 dims of q"),
@@ -134,7 +175,7 @@ def test_rope_settings_become_attributes(tiny: str) -> None:
             "{base: 1.0, dims: 4, kind: mrope}",
             "there is no rope kind 'mrope'; known: default, linear, dynamic, llama3, yarn",
         ),
-        ("{base: 1.0, dims: 4, kind: linear}", "rope's factor must be a number above zero, not None"),
+        ("{base: 1.0, dims: 4, kind: linear}", "rope's factor is missing"),
         ("{base: 1.0, dims: 4, factor: 2.0}", "rope of kind default takes no factor"),
         ("{base: 1.0, dims: 4, kind: factors, factors: [1.0]}", "rope's factors must be a list of 2 numbers"),
         ("3", "rope's settings must be a map"),

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.mistakes import Mistake, check, problems_of
 
-from pagec.compiler.errors import Problem, SpecError
-from pagec.compiler.spec import build_graph, load_spec, parse_spec
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """`old` is replaced by `new` in the small spec; the problem stands where `marked` begins in `new`."""
-
-    old: str
-    new: str
-    marked: str
-    message: str
-    remedy: str = ""
-
+from pagec.compiler.errors import SpecError
+from pagec.compiler.spec import load_spec, parse_spec
 
 LAST = "    - logits = linear(x, $embed)\n"
 MISTAKES = {
@@ -209,28 +197,9 @@ MISTAKES = {
 }
 
 
-def problems_of(text: str, file: str = "tiny.yaml") -> tuple[Problem, ...]:
-    with pytest.raises(SpecError) as caught:
-        build_graph(parse_spec(text, file))
-    return caught.value.problems
-
-
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name: str, tiny: str) -> None:
-    mistake = MISTAKES[name]
-    assert mistake.old in tiny
-    text = tiny.replace(mistake.old, mistake.new, 1)
-    found = [p for p in problems_of(text) if mistake.message in p.message]
-    assert found, problems_of(text)
-    assert found[0].file == "tiny.yaml"
-    assert mistake.remedy in found[0].remedy
-    if mistake.marked:
-        if mistake.marked in mistake.new:
-            offset = text.index(mistake.new) + mistake.new.index(mistake.marked)
-        else:
-            offset = text.index(mistake.marked)
-        before = text[:offset]
-        assert (found[0].line, found[0].column) == (before.count("\n") + 1, offset - before.rfind("\n"))
+    check(MISTAKES[name], tiny)
 
 
 def test_several_mistakes_are_reported_together(tiny: str) -> None:

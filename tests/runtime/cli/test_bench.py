@@ -96,3 +96,22 @@ heavy = {{"torch", "tvm", "transformers", "triton", "yaml"}} & {{name.split(".")
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_schedule_as_json_and_as_a_picture(tmp_path: Path) -> None:
+    words = ("--device", "h100", "--requests", "60", "--svg", tmp_path / "picture.svg", "--json")
+    found = json.loads(pagec("bench", "schedule", *words).stdout)
+    assert [o["policy"] for o in found["outcomes"]] == ["static", "fcfs", "priority", "deadline"]
+    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
+    assert "a100, h100" in pagec("bench", "schedule", "--device", "b200", code=2).stderr
+
+
+def test_memory_as_json(artifact: Path) -> None:
+    found = json.loads(pagec("bench", "memory", artifact, "--json").stdout)
+    assert found["waste"] < 0.04
+    assert found["blocks_saved"] >= 0.6
+
+
+def test_host_for_people() -> None:
+    lines = pagec("bench", "host", "--sequences", "4").stdout.splitlines()
+    assert sum(any(part in line for part in ("schedule", "prepare", "commit")) for line in lines) == 3

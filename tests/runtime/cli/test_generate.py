@@ -78,7 +78,7 @@ def artifact(
     backend.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text("{{ messages | map(attribute='content') | join(' ') }}")
     (directory / "generation.json").write_text(json.dumps({"eos_token_ids": []}))
-    target = CpuTarget("any", platform.machine(), (), {}, 16, 32, False, 1, 1)
+    target = CpuTarget("any", platform.machine(), (), {}, 16, 32, False, 1, 1, 1, 1.0)
     files = {str(f.relative_to(path)): file_entry(f) for f in sorted(path.rglob("*")) if f.is_file()}
     head = {"format": FORMAT, "pagec": "0", "model": "toy", "tools": {}, "numerics": {}}
     (path / MANIFEST).write_text(dump_json({**head, "target": target.to_json(), "files": files}))
@@ -129,6 +129,17 @@ def test_mapped_weights_and_where_the_memory_goes(artifact: Path, toy_answer: An
     assert done.stdout == text(toy_answer([1, 2], 5)) + "\n"
     for part in ("mapped from the file", "workspace", "KV pool"):
         assert part in done.stderr
+
+
+def test_a_trace_and_a_pool_of_a_given_size(
+    artifact: Path, make_toy_program: Callable[..., Program], tmp_path: Path
+) -> None:
+    size, trace = str(7 * make_toy_program().kv.block_bytes), tmp_path / "trace.json"
+    words = ("--prompt", "w1 w2", "--max-tokens", "5", "--kv-bytes", size, "--trace", trace, "--json")
+    (found,) = json.loads(pagec("generate", artifact, *words).stdout)
+    assert found["memory"]["kv_blocks"] == 7
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["name"] == "execute" for event in events) == 5
 
 
 def test_the_answer_ends_at_the_models_length(artifact: Path) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pagec.compiler.errors import ArtifactError, CapacityError
-from pagec.runtime.device import KernelCall
+from pagec.runtime.device import KernelCall, copy_runs
 from pagec.runtime.device.cpu import CpuDevice, CpuTensor, aligned_bytes, default_threads
 
 # kernel add(x: int32[], num_rows, worker, num_workers): worker 0 adds num_workers to x[i] for i < num_rows;
@@ -136,6 +138,47 @@ def test_upload_copies_and_nan_poisons_both_float_types(library: Path) -> None:
     device.fill_nan(memory)
     assert np.isnan(device.download(memory, np.float32)).all()
     assert np.isnan(np.repeat(device.download(memory, np.uint16), 2).astype(np.uint16).view(np.float32)).all()
+
+
+def test_rows_are_uploaded_apart_and_what_lies_between_stays(library: Path) -> None:
+    device = CpuDevice(library, threads=1)
+    memory = device.allocate(64)
+    memory.fill(9)
+    device.upload_rows(memory, np.array([[1, 2], [3, 4]], np.int32), 12)
+    nine = 0x09090909
+    assert device.download(memory, np.int32)[:7].tolist() == [1, 2, nine, 3, 4, nine, nine]
+
+
+BLOCKS = 9
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    copies=st.lists(
+        st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1), st.integers(1, 4)), max_size=6
+    )
+)
+def test_runs_of_copies_do_what_single_ones_do(library: Path, copies: list[tuple[int, int, int]]) -> None:
+    device = CpuDevice(library, threads=1)
+    pairs = [
+        (source + n, target + n)
+        for source, target, count in copies
+        for n in range(min(count, BLOCKS - source, BLOCKS - target))
+    ]
+    array = np.array(pairs, np.int32).reshape(-1, 2)
+    memory = device.allocate(3 * BLOCKS * 64)
+    memory[:] = np.arange(len(memory)) % 251
+    pool = memory.reshape(3, BLOCKS, 64).copy()
+    for source, target in pairs:
+        pool[:, target] = pool[:, source]
+    device.copy_blocks(memory, 3, 64, array)
+    assert np.array_equal(memory.reshape(pool.shape), pool)
+    assert [(s + n, t + n) for s, t, count in copy_runs(array) for n in range(count)] == pairs
+
+
+def test_neighbours_are_copied_as_one_range() -> None:
+    copies = np.array([(1, 5), (2, 6), (3, 7), (8, 1), (1, 2), (2, 3)])
+    assert list(copy_runs(copies)) == [(1, 5, 3), (8, 1, 1), (1, 2, 1), (2, 3, 1)]
 
 
 def test_a_second_artifact_and_tvm_itself_load_in_the_same_process(library: Path, tmp_path: Path) -> None:

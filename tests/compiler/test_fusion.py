@@ -1,0 +1,57 @@
+"""What `show plan` says of fusion."""
+
+from __future__ import annotations
+
+from support.graphs import llama_graph
+
+from pagec.compiler.backends.targets import load_target
+from pagec.compiler.fusion import format_fusion, fusion_rows
+from pagec.compiler.ir import Graph
+from pagec.compiler.passes import Numbers, run_passes
+
+TARGET = load_target("cpu-avx512-bf16")
+
+
+def fused(**sizes: object) -> Graph:
+    return run_passes(llama_graph(**sizes), Numbers("bf16", "bf16"))
+
+
+def test_what_was_taken_in_and_the_bytes_that_it_saves() -> None:
+    rows = fusion_rows(fused(hidden=64, inter=128, layers=2), TARGET)["taken"]
+    by_ops = {row["ops"]: row for row in rows}
+    residual = by_ops["linear", "add"]
+    assert residual["count"] == 4  # two in a layer
+    assert residual["saved_bytes_per_row"] == 2 * 64 * 4
+    gated = by_ops["linear", "activation", "mul", "cast"]
+    # gate and up (2 x 128), the activation and the product, float32, each written and read once
+    assert gated["saved_bytes_per_row"] == 2 * 4 * (2 * 128 + 128 + 128)
+    assert gated["count"] == 2
+
+
+def test_what_stays_apart_and_why() -> None:
+    rows = fusion_rows(fused(), TARGET)["apart"]
+    reasons = {(row["writer"], row["reader"]): row["reason"] for row in rows}
+    assert "of fewer the linear does it itself" in reasons["rowwise", "linear"]
+    assert "other workers write" in reasons["kv_write", "attention"]
+    assert "writes no logits" in reasons["linear", "argmax"]
+    assert all(row["count"] > 0 and row["bytes_per_row"] > 0 for row in rows)
+
+
+def test_a_norm_of_wide_rows_is_a_launch_of_its_own_and_says_so() -> None:
+    rows = fusion_rows(fused(hidden=8192, heads=4, head_dim=16), TARGET)["apart"]
+    (reason,) = {row["reason"] for row in rows if row["bytes_per_row"] == 8192 * 2}
+    assert reason == "a row of 49,152 bytes costs more than the launch that it would save"
+
+
+def test_every_edge_between_kernels_is_listed() -> None:
+    graph = fused()
+    producers = graph.producers()
+    edges = sum(
+        name in producers and name not in ("kv0.new", "kv1.new")
+        for node in graph.nodes
+        for name in dict.fromkeys(node.values())
+    )
+    rows = fusion_rows(graph, TARGET)["apart"]
+    assert sum(row["count"] for row in rows) == edges
+    text = format_fusion(graph, TARGET)
+    assert all(row["reason"] in text for row in rows)
