@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-# Words of a settings row, padded as rows are.
+# Words of a settings row. Unlike other rows, those of settings and masks lie without padding.
 NUM_WORDS: Final = 16
 # Edits of one row: beside every token that it may have seen, as many as this.
 MAX_BIASES: Final = 2048

@@ -77,38 +77,39 @@ class Sampler:
         self._words = _words(params, seed, choice)
         self._seen = _SeenTokens(prompt if params.repetition_penalty != 1.0 else ())
 
-    def row(self, tokens: Sequence[int]) -> Row:
-        """The row that chooses the token behind these, prompt and output; tokens never change once seen.
+    def row(self, tokens: Sequence[int], end: int | None = None) -> Row:
+        """The row that chooses the token at position `end` (behind all, if not given) of prompt and output.
 
-        Output tokens that are not known yet (below 0) may stand there only if `params.needs_host` is false.
+        What stood before it once never changes. Output tokens that are not known yet (below 0) may stand
+        there only if `params.needs_host` is false.
         """
+        end = len(tokens) if end is None else end
         words = self._words.copy()
-        words[Words.POSITION] = len(tokens)
-        biases = self._biases(tokens)
+        words[Words.POSITION] = end
+        biases = self._biases(tokens, end)
         seen, mask = _NO_EDITS, self._allowed
         if self.params.has_penalties:
-            seen = self._seen.update(tokens, self._num_prompt)
+            seen = self._seen.update(tokens, self._num_prompt, end)
         if self.mask is not None:
             mask = self.mask if mask is None else mask & self.mask
         return Row(words, biases, seen, mask)
 
-    def _biases(self, tokens: Sequence[int]) -> I32:
+    def _biases(self, tokens: Sequence[int], end: int) -> I32:
         parts = [self._bias] if len(self._bias) else []
-        if len(tokens) - self._num_prompt < self.params.min_tokens and len(self._ends):
+        if end - self._num_prompt < self.params.min_tokens and len(self._ends):
             parts.append(self._ends)
         if self._bad_words:
-            parts.append(_bans(self._forbidden(tokens)))
+            parts.append(_bans(self._forbidden(tokens[self._num_prompt : end])))
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else _NO_EDITS
 
-    def _forbidden(self, tokens: Sequence[int]) -> list[int]:
+    def _forbidden(self, output: Sequence[int]) -> list[int]:
         """The last tokens of the bad words whose others the output ends with."""
-        output = len(tokens) - self._num_prompt
         return [
             word[-1]
             for word in self._bad_words
-            if len(word) - 1 <= output and tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]
+            if len(word) <= len(output) + 1 and tuple(output[len(output) - len(word) + 1 :]) == word[:-1]
         ]
 
 
@@ -121,9 +122,9 @@ class _SeenTokens:
         self._pairs = _pairs((token, 0) for token in distinct)
         self._num_counted = 0
 
-    def update(self, tokens: Sequence[int], num_prompt: int) -> I32:
-        """The pairs, once the output tokens that are new have been counted."""
-        for token in tokens[num_prompt + self._num_counted :]:
+    def update(self, tokens: Sequence[int], num_prompt: int, end: int) -> I32:
+        """The pairs, once the output tokens up to `end` that are new have been counted."""
+        for token in tokens[num_prompt + self._num_counted : end]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._pairs):
                 self._pairs = np.concatenate([self._pairs, np.zeros((max(place, 16), 2), np.int32)])

@@ -1,4 +1,4 @@
-"""Rope, rounding and the cache write behind the q/k/v linear."""
+"""Norms of heads, rope, rounding and the cache write behind the q/k/v linear."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pagec.compiler.passes.regions import absorb_views, drop_unused_views, fused
 def fuse_kv_write(graph: Graph) -> Graph:
     """What only prepares q, k and v for the cache and its reader runs in one kernel.
 
-    before:  %q.r, %k.r = rope(%q, %k, ...)             after:  %q.r.bf16, %kv0.new = fused.kv_write(...) {
-             %q.r.bf16 = cast(%q.r); %k.r.bf16 = ...                all of them }
+    before:  %q = rmsnorm(%q.0, $q_norm); %k = ...      after:  %q.r.bf16, %kv0.new = fused.kv_write(...) {
+             %q.r, %k.r = rope(%q, %k, ...)                         all of them }
+             %q.r.bf16 = cast(%q.r); %k.r.bf16 = ...
              %kv0.new = kv_write(%kv0, %k.r.bf16, %v.bf16, ...)
     """
     producers, users = graph.producers(), graph.users()
@@ -38,7 +39,8 @@ def fuse_kv_write(graph: Graph) -> Graph:
 def _region(
     write: Node, producers: Mapping[str, Node], users: Mapping[str, list[Node]], graph: Graph
 ) -> list[Node]:
-    """The write, and before it the casts and the rope that nothing but it and its reader use."""
+    """The write, and before it the casts, the rope and the norms of heads that nothing but it and its reader
+    use."""
     reader = next(n for n in users[write.outputs[0]] if n.op == "paged_attention")
     q, k, v = reader.inputs[0][1:], write.inputs[1][1:], write.inputs[2][1:]
     body: list[Node] = [write]
@@ -58,4 +60,17 @@ def _region(
     rope = producers.get(k)
     if rope is not None and rope.op == "rope" and rope.outputs == (q, k):
         take(k, "rope")
+        if rope in body:
+            q, k = rope.inputs[0][1:], rope.inputs[1][1:]
+    for name in (q, k):
+        if _norms_heads(producers.get(name), graph):
+            take(name, "rmsnorm")
     return body
+
+
+def _norms_heads(node: Node | None, graph: Graph) -> bool:
+    """Whether it is a norm over each head with one vector of weights for all heads."""
+    if node is None or node.op != "rmsnorm" or len(node.inputs) != 2:
+        return False
+    inner = graph.type(node.outputs[0]).inner
+    return len(inner) == 2 and graph.weights[node.inputs[1][1:]].inner == inner[1:]

@@ -130,14 +130,13 @@ def _load(
     weights_memory: WeightsMemory,
     kv_bytes: int | None,
 ) -> tuple[Engine, Tokenizer]:
-    """The tokenizer is read while the weights are."""
+    """The tokenizer and its library are read while the weights are."""
     from pagec.compiler.artifact import Artifact
     from pagec.runtime.engine import Engine
-    from pagec.runtime.tokenizer import Tokenizer
 
     artifact = Artifact.open(path)
     with ThreadPoolExecutor(1) as pool:
-        tokenizer = pool.submit(Tokenizer.open, path)
+        tokenizer = pool.submit(_open_tokenizer, path)
         engine = Engine(
             artifact,
             threads=threads,
@@ -146,6 +145,12 @@ def _load(
             kv_bytes=kv_bytes,
         )
         return engine, tokenizer.result()
+
+
+def _open_tokenizer(path: Path) -> Tokenizer:
+    from pagec.runtime.tokenizer import Tokenizer
+
+    return Tokenizer.open(path)
 
 
 def _record(engine: Engine) -> Recorder:

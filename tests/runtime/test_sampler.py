@@ -85,6 +85,7 @@ def test_bad_words_lose_their_last_token_only() -> None:
     assert banned(chosen.row([1, 2, 4])) == {9}
     assert banned(chosen.row([1, 2, 4, 5])) == {9, 6}
     assert banned(chosen.row([1, 2, 4, 5, 0])) == {9}
+    assert banned(chosen.row([1, 2, 4, 5, -1], 4)) == {9, 6}, "what stands at the position is no matter"
 
 
 def test_biases_and_bans_are_limited_together() -> None:
@@ -107,7 +108,7 @@ def test_seen_tokens_are_counted_step_by_step(
         expected = {token: known.count(token) for token in known}
         if repetition != 1.0:
             expected = dict.fromkeys(prompt, 0) | expected
-        assert counts(chosen.row([*prompt, *known])) == expected
+        assert counts(chosen.row([*prompt, *output], len(prompt) + end)) == expected
 
 
 def test_without_penalties_tokens_need_not_be_known() -> None:

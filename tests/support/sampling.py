@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagec.compiler.dims import row_stride
 from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.ops.sampling import shape
 from pagec.compiler.sampling import NUM_WORDS, mask_words
@@ -103,9 +102,8 @@ def run_sample(kernels: KernelRun, logits: Any, rows: Sequence[Row]) -> tuple[An
 
 def run_inputs(kernels: KernelRun, logits: Any, inputs: SamplingInputs) -> tuple[Any, Any]:
     """The same from the step's arrays."""
-    words = inputs.masks.shape[1]
-    masks = np.zeros((max(len(inputs.masks), 1), row_stride((words,))), np.int32)
-    masks[: len(inputs.masks), :words] = inputs.masks
-    step = {"value:edits": np.append(inputs.edits.reshape(-1), np.int32(0)), "value:masks": masks}
-    results = kernels.run({"x": logits, "settings": inputs.settings}, step)
+    arrays = {"settings": inputs.settings, "edits": inputs.edits, "masks": inputs.masks}
+    # Dense, and never empty: kernels take no address of nothing.
+    step = {f"value:{name}": np.append(array, np.int32(0)) for name, array in arrays.items()}
+    results = kernels.run({"x": logits}, step)
     return results["token"], results["logprob"]

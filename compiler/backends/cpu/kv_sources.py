@@ -10,11 +10,12 @@ from pagec.compiler.ir import Graph, Node
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where heads lie in memory: a value, its row stride and an offset, in elements."""
+    """Where heads lie: a value, its row stride and an offset, in elements; and the norm that they take."""
 
     name: str
     stride: int
     offset: int
+    norm: Node | None
 
 
 class KvSources:
@@ -33,13 +34,14 @@ class KvSources:
         return q, self._trace(write.inputs[1][1:]), self._trace(write.inputs[2][1:])
 
     def _trace(self, name: str) -> Source:
-        offset = 0
+        offset, norm = 0, None
         while name in self.body:
             inner = self.body[name]
             if inner.op == "slice":
                 start = inner.attrs["start"]
                 assert isinstance(start, int)
                 offset += start * padded_last(self.graph.type(inner.inputs[0][1:]).inner)
+            norm = inner if inner.op == "rmsnorm" else norm
             place = inner.outputs.index(name) if inner.op == "rope" else 0
             name = inner.inputs[place][1:]
-        return Source(name, row_stride(self.graph.type(name).inner), offset)
+        return Source(name, row_stride(self.graph.type(name).inner), offset, norm)

@@ -152,12 +152,19 @@ class Lowering(SampleLowering):
             "block_size": self.settings.kv.block_size,
             "span_words": self.settings.kv.span_bytes // 4,
             "out_stride": row_stride((heads, cache.head_dim)) if heads else 0,
+            "width": cache.head_dim,
+            "norms": {},
         }
         arrays, args = [("slots", "int32")], [f"step:slot_mapping.{group}"]
         for letter, source in (("k", k), ("v", v), *((("q", q),) if q and heads else ())):
             arrays.append((letter, "float32"))
             args.append(f"value:{source.name}")
             params |= {f"{letter}_stride": source.stride, f"{letter}_offset": source.offset}
+            if source.norm:
+                attrs = source.norm.attrs
+                params["norms"][letter] = {"eps": attrs["eps"], "offset": attrs.get("offset", 0)}
+                arrays.append((f"{letter}_norm", "float32"))
+                args.append(self._row_weight(source.norm.inputs[1][1:]))
         if config:
             arrays += [("rope", "float32"), ("positions", "int32")]
             args += [f"table:{self._table(config)}", "step:positions"]
@@ -169,7 +176,8 @@ class Lowering(SampleLowering):
         elements = (heads + 2 * cache.kv_heads) * cache.head_dim
         kernel = self._kernel(
             "kv_write",
-            f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{'_rope' if config else ''}",
+            f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{'_norm' * bool(params['norms'])}"
+            f"{'_rope' * bool(config)}",
             params,
             arrays,
             bytes_per_row=elements * (4 + ITEM_BYTES[dtype]),

@@ -8,7 +8,7 @@ from pagec.compiler.backends.cpu.calls import Call
 from pagec.compiler.backends.cpu.lower_experts import ExpertLowering
 from pagec.compiler.dims import round_up, row_stride
 from pagec.compiler.ir import Node
-from pagec.compiler.sampling import Words
+from pagec.compiler.sampling import NUM_WORDS, Words, mask_words
 
 # Logits are summed up and looked through by groups. Numeric: the order of sums depends on it.
 GROUP: Final = 128
@@ -20,7 +20,7 @@ class SampleLowering(ExpertLowering):
     """The sampling kernel."""
 
     def _sample(self, node: Node) -> Call:
-        x, settings, _, masks = (self.graph.type(name[1:]) for name in node.inputs)
+        x = self.graph.type(node.inputs[0][1:])
         width = x.inner[0]
         groups = -(-width // GROUP)
         slots = min(MAX_SAMPLERS, self.settings.capacity.R)
@@ -29,8 +29,8 @@ class SampleLowering(ExpertLowering):
             "stride": row_stride(x.inner),
             "group": GROUP,
             "slots": slots,
-            "settings_stride": row_stride(settings.inner),
-            "mask_stride": row_stride(masks.inner),
+            "num_words": NUM_WORDS,
+            "mask_words": mask_words(width),
             "words": {word.name.lower(): word.value for word in Words},
         }
         names = (*node.inputs, "", *node.outputs)

@@ -20,6 +20,7 @@ from pagec.compiler.dims import DType
 from pagec.compiler.ir import CacheType, Graph, Node, Type
 from pagec.compiler.packing import from_bf16, kv_elements
 from pagec.compiler.passes.fuse_epilogue import fuse_epilogue
+from pagec.compiler.passes.fuse_kv_write import fuse_kv_write
 from pagec.compiler.passes.fuse_rowwise import fuse_rowwise
 from pagec.compiler.program import KvGroup, KvLayout
 
@@ -146,6 +147,60 @@ def test_kv_write(target: str, dtype: DType, head_dim: int, dims: int, interleav
     written = 50 * 2 * kv_heads * padded
     untouched = pool.view(np.uint8).reshape(-1, pool.itemsize) == 0xFF
     assert untouched.all(axis=1).sum() == pool.size - written
+
+
+def normed_heads(dtype: DType, head_dim: int, offset: int) -> Graph:
+    """Heads of q and k, normed and turned, on their way into the cache and to its reader."""
+    q, kv = Type("T", (4, head_dim), "f32"), Type("T", (2, head_dim), "f32")
+    norm = {"eps": 1e-6, "offset": offset}
+    nodes = [
+        Node("slice", ("%qkv",), ("q",), {"start": 0, "stop": 4}),
+        Node("slice", ("%qkv",), ("k",), {"start": 4, "stop": 6}),
+        Node("slice", ("%qkv",), ("v",), {"start": 6, "stop": 8}),
+        Node("rmsnorm", ("%q", "$qw"), ("qn",), norm),
+        Node("rmsnorm", ("%k", "$kw"), ("kn",), norm),
+        Node("rope", ("%qn", "%kn", "%positions"), ("qr", "kr"), {"base": 10000.0, "dims": head_dim}),
+    ]
+    types: dict[str, Any] = {name: Type("T", (), "i32") for name in ("positions", "sequences")}
+    types |= {"qkv": Type("T", (8, head_dim), "f32"), "kv": CacheType(0, 2, head_dim, None)}
+    types |= {"kv.new": types["kv"], "a": q, "q": q, "qn": q, "qr": q}
+    types |= dict.fromkeys(("k", "kn", "kr", "v"), kv)
+    names = ["qr", "kr", "v"]
+    if dtype == "bf16":
+        nodes += [Node("cast", (f"%{name}",), (f"{name}.c",), {"dtype": dtype}) for name in names]
+        types |= {f"{name}.c": replace(types[name], dtype=dtype) for name in names}
+        names = [f"{name}.c" for name in names]
+    step = ("%positions", "%sequences")
+    nodes.append(Node("kv_write", ("%kv", f"%{names[1]}", f"%{names[2]}", *step), ("kv.new",)))
+    nodes.append(Node("paged_attention", (f"%{names[0]}", "%kv.new", *step), ("a",), {"scale": 1.0}))
+    weights = dict.fromkeys(("qw", "kw"), Type(None, (head_dim,), "f32"))
+    return Graph(("qkv", "kv", "positions", "sequences"), ("a",), tuple(nodes), types, weights)
+
+
+@targets
+@dtypes
+@pytest.mark.parametrize(("head_dim", "offset"), [(64, 0), (64, 1), (20, 0), (128, 1)])
+def test_norms_of_heads_in_a_kv_write_give_the_bits_of_separate_kernels(
+    target: str, dtype: DType, head_dim: int, offset: int
+) -> None:
+    rng = np.random.default_rng(0)
+    graph = normed_heads(dtype, head_dim, offset)
+    layout = KvLayout(dtype, 16, 2, head_dim, (KvGroup((0,), None),))
+    weights = {name: rng.standard_normal(head_dim) for name in ("qw", "kw")}
+    x = rng.standard_normal((23, 8, head_dim)).astype(np.float32)
+    results = []
+    for kept in ((), ("qn", "kn")):  # what is a result stays a kernel of its own
+        whole = fuse_rowwise(fuse_kv_write(replace(graph, outputs=(*graph.outputs, *kept))))
+        nodes = [node for node in whole.nodes if node.op != "paged_attention"]
+        query = next(node for node in nodes if node.op == "fused.kv_write").outputs[0]
+        assert len(nodes) == 1 + len(kept)
+        pool = np.zeros(4 * layout.span_bytes, np.uint8).view(np.uint16 if dtype == "bf16" else np.float32)
+        step = {"step:slot_mapping.0": np.arange(7, 30, dtype=np.int32), "kv:0": pool}
+        step["step:positions"] = np.arange(100, 123, dtype=np.int32)
+        run = KernelRun(whole.with_nodes(nodes), weights, kv=layout, target=target)
+        results.append((run.run({"qkv": x}, step)[query].tobytes(), pool.tobytes()))
+        assert pool.any()
+    assert results[0] == results[1]
 
 
 def _read(pool: Any, layout: KvLayout, slots: Any) -> Any:
