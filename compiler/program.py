@@ -16,7 +16,7 @@ unbounded (max_rows 0). Its arguments are resolved once, at load:
     step:NAME     an integer array of the step: tokens[T], positions[T], logit_rows[R], query_start[S+1],
                   seq_lens[S], slot_mapping.G[T], block_tables.G[S, max_blocks], tiles[T, 2]
 
-All are flat arrays of the element type that the kernel's `signature` names (int32 words, float32, int16);
+All are flat arrays of the element type that the kernel's `signature` names (int32 words, or float32);
 after them every kernel takes three int32: its number of rows, and which share of how many it is to compute
 (worker, num_workers). A step passes only numbers.
 """

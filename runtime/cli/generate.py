@@ -15,6 +15,9 @@ import typer
 from pagec.runtime.cli.console import JsonFlag, print_error, print_json, print_ledger, stderr
 from pagec.runtime.cli.models import (
     KvBytes,
+    KvDir,
+    KvDirBytes,
+    KvHostBytes,
     ModelOrArtifact,
     Threads,
     Verbose,
@@ -51,6 +54,9 @@ def command(
     weights: Weights = None,
     weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
     kv_bytes: KvBytes = None,
+    kv_dir: KvDir = None,
+    kv_dir_bytes: KvDirBytes = None,
+    kv_host_bytes: KvHostBytes = 0,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write a Chrome trace of all steps here.", show_default=False),
@@ -69,7 +75,16 @@ def command(
         raise typer.BadParameter("needs --chat", param_hint="--system")
     path, weights = find_artifact(model, weights)
     began = time.perf_counter()
-    engine, tokenizer = _load(path, threads, weights, weights_memory, kv_bytes)
+    engine, tokenizer = _load(
+        path,
+        threads=threads,
+        weights=weights,
+        weights_memory=weights_memory.kind,
+        kv_bytes=kv_bytes,
+        kv_dir=kv_dir,
+        kv_dir_bytes=kv_dir_bytes,
+        kv_host_bytes=kv_host_bytes,
+    )
     load_s = time.perf_counter() - began
     if verbose:
         print_ledger(engine.ledger)
@@ -86,6 +101,7 @@ def command(
         typer.echo()
     else:
         _run(engine, answers, _print_complete)
+    engine.close()
     if recorder is not None and trace is not None:
         recorder.write(trace)
     if any(answer.request.error for answer in answers):
@@ -113,6 +129,7 @@ class Answer:
             "text": self.text,
             "prompt_token_ids": list(request.prompt),
             "token_ids": request.output,
+            "cached_tokens": request.num_cached_tokens,
             "finish_reason": request.finish_reason,
             "error": str(request.error) if request.error else None,
             "timings": {
@@ -123,13 +140,7 @@ class Answer:
         }
 
 
-def _load(
-    path: Path,
-    threads: int | None,
-    weights: str | None,
-    weights_memory: WeightsMemory,
-    kv_bytes: int | None,
-) -> tuple[Engine, Tokenizer]:
+def _load(path: Path, **options: Any) -> tuple[Engine, Tokenizer]:
     """The tokenizer and its library are read while the weights are."""
     from pagec.compiler.artifact import Artifact
     from pagec.runtime.engine import Engine
@@ -137,13 +148,7 @@ def _load(
     artifact = Artifact.open(path)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(_open_tokenizer, path)
-        engine = Engine(
-            artifact,
-            threads=threads,
-            weights=weights,
-            weights_memory=weights_memory.kind,
-            kv_bytes=kv_bytes,
-        )
+        engine = Engine(artifact, **options)
         return engine, tokenizer.result()
 
 

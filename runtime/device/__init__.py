@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 Memory = Any
 Tensor = Any
-ElementType = Literal["int32", "float32", "int16"]
-ELEMENT_BYTES: Final[dict[str, int]] = {"int32": 4, "float32": 4, "int16": 2}
+ElementType = Literal["int32", "float32"]
+ELEMENT_BYTES: Final[dict[str, int]] = {"int32": 4, "float32": 4}
 
 Array = npt.NDArray[Any]
 

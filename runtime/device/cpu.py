@@ -199,7 +199,7 @@ class _DLTensor(ctypes.Structure):
 
 
 _DL_CPU: Final = 1
-_DL_CODES: Final = {"int32": 0, "int16": 0, "float32": 2}
+_DL_CODES: Final = {"int32": 0, "float32": 2}
 # TVM's TVMFFIAny, and the structures of templates/cpu/step.c.
 _ANY: Final = np.dtype([("type", "<i4"), ("padding", "<u4"), ("value", "<u8")])
 _ANY_DLTENSOR: Final = 7

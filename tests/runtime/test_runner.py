@@ -54,6 +54,21 @@ def test_rows_tiles_and_head_chunks(runner: Runner, device: Any) -> None:
     ]
 
 
+def test_logits_are_stored_only_where_they_are_wanted(runner: Runner) -> None:
+    """One of the two ways to the argmax gets the rows, the other none, and so does not run."""
+    counts = {name: at for at, name in enumerate(("T", "tiles", "R", "merges", "logits", "greedy"))}
+    for want_logits in (False, True):
+        rows = runner.head_counts(5, want_logits)
+        assert (rows[counts["logits"]], rows[counts["greedy"]]) == ((5, 0) if want_logits else (0, 5))
+        assert (rows[counts["T"]], rows[counts["R"]]) == (0, 5)
+
+
+def test_splits_are_merged_in_small_steps_with_long_sequences_only(runner: Runner) -> None:
+    program = runner.program  # few_tiles=4, key_split=256
+    assert program.merges(4, 257) == 4
+    assert program.merges(4, 256) == program.merges(5, 1000) == 0
+
+
 def test_no_logit_rows_no_head(runner: Runner, device: Any) -> None:
     output = runner.run(batch(3, []))
     assert [name for name, _, _ in device.calls] == ["write", "attend"]

@@ -7,31 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.kernels import KernelRun, one_node_graph
+from support.targets import RUNNABLE, U, dtypes, few, rounded, targets
 
-from pagec.compiler.backends.targets import PREFERENCE, load_target
 from pagec.compiler.dims import DType
 from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.ops.shapes import expert_lists_width
-from pagec.compiler.packing import from_bf16, to_bf16
-from pagec.compiler.target import host
-
-U = 2.0**-24
-RUNNABLE = [name for name in PREFERENCE if host().flags.issuperset(load_target(name).requires)]
-few = settings(
-    max_examples=4,
-    deadline=None,  # an example compiles kernels, so shrinking one would take minutes
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-targets = pytest.mark.parametrize("target", RUNNABLE)
-dtypes = pytest.mark.parametrize("dtype", ["bf16", "f32"])
-
-
-def rounded(x: Any, dtype: DType) -> Any:
-    return from_bf16(to_bf16(x)) if dtype == "bf16" else np.asarray(x, np.float32)
 
 
 @pytest.fixture(autouse=True)
