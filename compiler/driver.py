@@ -60,7 +60,8 @@ class CompileOptions:
     """What to compile and how; None means the default.
 
     `model`: a YAML file, a name in configs/models, a Hugging Face directory or a GGUF file. `weights`: a
-    checkpoint's path, "none" or "random:SEED". `ops`: Python files that register ops of the user's.
+    checkpoint's path, "none" or "random:SEED". `block_size`: tokens in a block of the KV pool. `ops`: Python
+    files that register ops of the user's.
     """
 
     model: str
@@ -71,6 +72,7 @@ class CompileOptions:
     max_len: int | None = None
     max_step_tokens: int | None = None
     max_seqs: int | None = None
+    block_size: int | None = None
     output: Path | None = None
     ops: tuple[Path, ...] = ()
 
@@ -194,6 +196,18 @@ def capacity_of(spec: ModelSpec, options: CompileOptions) -> Capacity:
     return Capacity(T, S, derive_logit_rows(spec.vocab, S))
 
 
+def block_size_of(options: CompileOptions) -> int:
+    """Tokens in a block of the KV pool."""
+    size = options.block_size or BLOCK_SIZE
+    if size % BLOCK_SIZE:
+        raise CompileError(
+            f"{size} is no multiple of {BLOCK_SIZE}, the tokens that lie together in the KV pool",
+            place="--block-size",
+            remedy=f"use {BLOCK_SIZE * (size // BLOCK_SIZE + 1)}",
+        )
+    return size
+
+
 def plan_model(spec: ModelSpec, options: CompileOptions, target: CpuTarget) -> tuple[Graph, Plan]:
     """The graph before the passes, and the plan of the fused one."""
     graph = build_graph(spec)
@@ -205,7 +219,7 @@ def plan_model(spec: ModelSpec, options: CompileOptions, target: CpuTarget) -> t
         max_len=spec.max_len,
         capacity=capacity_of(spec, options),
         kv_dtype=numbers.kv_dtype,
-        block_size=BLOCK_SIZE,
+        block_size=block_size_of(options),
         target=target,
     )
     return graph, plan

@@ -44,6 +44,10 @@ def command(
     max_seqs: Annotated[
         int | None, typer.Option(min=1, help="Most sequences in a step.", show_default="a default")
     ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens in a block of the KV pool, a multiple of 16.", show_default="16"),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Artifact directory.", show_default="a cache")
     ] = None,
@@ -68,6 +72,7 @@ def command(
         max_len=max_len,
         max_step_tokens=max_step_tokens,
         max_seqs=max_seqs,
+        block_size=block_size,
         output=output,
         ops=tuple(ops or ()),
     )
