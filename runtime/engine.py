@@ -84,7 +84,7 @@ class Engine:
             kv_host_bytes=kv_host_bytes,
         )
         limits_bytes = {n: t.limit_bytes for n, t in self.tiers.stats().items()} if self.tiers else {}
-        self.ledger = replace(self.runner.ledger, kv_tier_bytes=limits_bytes)
+        self.ledger = replace(self.runner.ledger, kv_tiers=limits_bytes)
         rows = min(program.capacity.S, max_seqs or program.capacity.S)
         limits = Limits(program.capacity.T, rows, program.max_len, prefill_chunk)
         windows = [group.window for group in program.kv.groups]

@@ -18,7 +18,7 @@ MAX_SLICE_BYTES: Final = (1 << 32) - (1 << 12)
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """Bytes of each area of device memory. `graphs_bytes`: recorded steps, where a device records any.
-    `kv_tier_bytes`: limits of the tiers below the KV pool, by name; they are no part of the total."""
+    `kv_tiers`: limits of the tiers below the KV pool, by name; they are no part of the total."""
 
     weights_bytes: int
     tables_bytes: int
@@ -29,7 +29,7 @@ class Ledger:
     kv_tokens: int
     weights_memory: str
     graphs_bytes: int = 0
-    kv_tier_bytes: Mapping[str, int] = field(default_factory=dict)
+    kv_tiers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Ledger:
             *([("graphs", self.graphs_bytes, "")] if self.graphs_bytes else []),
             ("KV pool", self.kv_bytes, f"{self.kv_blocks} blocks, {self.kv_tokens} tokens"),
             ("total", self.total_bytes, ""),
-            *((f"KV on {name}", size, "at most") for name, size in self.kv_tier_bytes.items()),
+            *((f"KV on {name}", size, "at most") for name, size in self.kv_tiers.items()),
         ]
         return [f"{name:11} {size / 1e6:>10,.1f} MB  {note}".rstrip() for name, size, note in areas]
 

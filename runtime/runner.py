@@ -103,10 +103,10 @@ class Runner:
         pairs = np.array(copies, np.int32).reshape(-1, 2)
         self._device.copy_blocks(self.memory.kv, kv.spans, kv.span_bytes, pairs)
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[Any]:
-        """Host copies of blocks of the pool, opaque bytes."""
+    def read_blocks(self, blocks: Sequence[int], spare: list[Any] | None = None) -> list[Any]:
+        """Host copies of blocks of the pool, opaque bytes, in `spare` arrays as far as there are any."""
         kv = self.program.kv
-        return list(self._device.read_blocks(self.memory.kv, kv.spans, kv.span_bytes, blocks))
+        return list(self._device.read_blocks(self.memory.kv, kv.spans, kv.span_bytes, blocks, spare))
 
     def write_blocks(self, blocks: Sequence[int], data: Sequence[Any]) -> None:
         """Puts such copies (anything with a buffer) into blocks of the pool."""

@@ -59,13 +59,14 @@ class Sampler:
         eos_token_ids: Collection[int] = (),
         bad_words: Iterable[Sequence[int]] = (),
     ) -> None:
+        params.check(vocab=vocab, max_choices=params.n)  # the kernel writes where tokens say
         self.params = params
         self.mask: I32 | None = None
         self._num_prompt = len(prompt)
         self._vocab = vocab
-        self._bad_words = tuple(tuple(word) for word in bad_words)
+        self._bad_words = tuple(tuple(word) for word in bad_words if all(0 <= t < vocab for t in word))
         ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
-        self._ends = _bans(sorted(ends))
+        self._ends = _bans(sorted(token for token in ends if 0 <= token < vocab))
         self._bias = _pairs((params.logit_bias or {}).items())
         if len(self._ends) + len(self._bias) + len(self._bad_words) > MAX_BIASES:
             raise RequestError(

@@ -4,7 +4,8 @@
     row "steps"     execute: from a step's submission until its results are there, with what it computes
     row "kernels"   each launch with its kernel's key and number of rows (Recorder(kernels=True))
     "blocks"        used, cached and free blocks after each step; "block events": since the step before,
-                    how many were allocated, copied, evicted, and tokens found in the cache
+                    how many were allocated, copied, evicted, and tokens found in the cache;
+                    "KV on TIER": see kv_stats.TierStats
 
 Every event carries the step's number; `Recorder.steps` has the shape of each step. Steps may overlap.
 """
@@ -161,6 +162,8 @@ class Recorder(Trace):
         totals = {name: int(stats[key]) for name, key in _BLOCK_EVENTS.items() if key in stats}
         since = {name: total - self._totals[name] for name, total in totals.items()}
         self.counts.append(Count("block events", self._step, now, since))
+        for tier, values in stats["tiers"].items():
+            self.counts.append(Count(f"KV on {tier}", self._step, now, values))
         self._totals = totals
 
     def batch(self, batch: Batch) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from pagec.compiler.artifact import Artifact
-from pagec.compiler.program import Kernel, Launch, Program
+from pagec.compiler.program import HEAD_COUNTS, Kernel, Launch, Program
 from pagec.runtime.batch import build_batch
 from pagec.runtime.bench.cost import AttentionCost, Chunk, ModelCost, model_cost
 from pagec.runtime.bench.limits import Limits, Probes, median_limits, seconds
@@ -157,7 +157,7 @@ def _cases(program: Program, num_blocks: int) -> Iterator[_Case]:
             case "tiles" | "merges":
                 yield from _attention_cases(program, num_blocks, launches)
             case count:
-                most = {"T": min(T, sum(n for _, n in full)), "R": min(R, T)}[count]
+                most = min(R, T) if count in HEAD_COUNTS else min(T, sum(n for _, n in full))
                 for rows in sorted({*(n for n in ROW_COUNTS if n < most), most}):
                     if launches[0].key_for(rows):
                         yield _Case(launches, rows, full, "")

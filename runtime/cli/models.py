@@ -50,6 +50,19 @@ KvBytes = Annotated[
         min=1, help="Size of the KV pool.", show_default="a share of what is free, or what is of use"
     ),
 ]
+KvDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory where cached KV blocks outlive the process; others may share it.", show_default=False
+    ),
+]
+KvDirBytes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most bytes in --kv-dir; the longest unused go first.", show_default="8 GiB"),
+]
+KvHostBytes = Annotated[
+    int, typer.Option(min=0, help="Host memory for cold KV blocks and preempted requests; 0: none.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr where the memory goes.")]
 
 

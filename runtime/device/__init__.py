@@ -93,9 +93,16 @@ class Device(Protocol):
         `copies`: int32 [n, 2], (source, target).
         """
 
-    def read_blocks(self, memory: Memory, spans: int, span_bytes: int, blocks: Sequence[int]) -> list[Array]:
-        """Host copies of a pool's blocks, uint8 [spans * span_bytes], each an array of its own. Sees what
-        the launches before it wrote; may run in another thread than they."""
+    def read_blocks(
+        self,
+        memory: Memory,
+        spans: int,
+        span_bytes: int,
+        blocks: Sequence[int],
+        spare: list[Array] | None = None,
+    ) -> list[Array]:
+        """Host copies of a pool's blocks, uint8 [spans * span_bytes], each an array of its own; those in
+        `spare` are used up first. Sees what the launches before it wrote; may run in another thread."""
 
     def write_blocks(
         self, memory: Memory, spans: int, span_bytes: int, blocks: Sequence[int], data: Sequence[Array]

@@ -131,9 +131,21 @@ class CpuDevice:
         for source, target, count in copy_runs(copies):
             pool[:, target : target + count] = pool[:, source : source + count]
 
-    def read_blocks(self, memory: Bytes, spans: int, span_bytes: int, blocks: Sequence[int]) -> list[Array]:
+    def read_blocks(
+        self,
+        memory: Bytes,
+        spans: int,
+        span_bytes: int,
+        blocks: Sequence[int],
+        spare: list[Array] | None = None,
+    ) -> list[Array]:
         pool = memory.reshape(spans, -1, span_bytes)
-        return [pool[:, block].flatten() for block in blocks]
+        found = []
+        for block in blocks:
+            array = spare.pop() if spare else np.empty(spans * span_bytes, np.uint8)
+            array.reshape(spans, span_bytes)[:] = pool[:, block]
+            found.append(array)
+        return found
 
     def write_blocks(
         self, memory: Bytes, spans: int, span_bytes: int, blocks: Sequence[int], data: Sequence[Array]

@@ -161,7 +161,10 @@ class FakeDevice:
         for source, target in copies:
             pool[:, target] = pool[:, source]
 
-    def read_blocks(self, memory: Any, spans: int, span_bytes: int, blocks: Any) -> list[Any]:
+    def read_blocks(
+        self, memory: Any, spans: int, span_bytes: int, blocks: Any, spare: Any = None
+    ) -> list[Any]:
+        del spare
         return [memory.reshape(spans, -1, span_bytes)[:, block].flatten() for block in blocks]
 
     def write_blocks(self, memory: Any, spans: int, span_bytes: int, blocks: Any, data: Any) -> None:

@@ -16,8 +16,13 @@ from support.small import small_artifact
 
 from pagec.runtime.block_manager import BlockManager
 from pagec.runtime.engine import Engine
+from pagec.runtime.kv_stats import TierStats
+from pagec.runtime.kv_store import BlockStore
+from pagec.runtime.kv_swap import HostSwapper
+from pagec.runtime.kv_tiers import Tiers
 from pagec.runtime.loop import Loop
 from pagec.runtime.policies import POLICIES
+from pagec.runtime.preemption import PreemptionCost
 from pagec.runtime.scheduler import Limits, Scheduler
 from pagec.runtime.sequence import Request
 
@@ -28,16 +33,35 @@ OUTPUT = 40
 Answer = tuple[list[int], list[float]]
 
 
-def renew(engine: Engine, num_blocks: int, limits: Limits, policy: str, depth: int, cache: bool) -> None:
+def renew(
+    engine: Engine,
+    num_blocks: int,
+    limits: Limits,
+    policy: str,
+    depth: int,
+    cache: bool,
+    tiers: Tiers | None = None,
+) -> None:
     """Another scheduler on the engine's runner; all keys and values that it left are poisoned."""
     engine.runner.fill_kv_with_nan()
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=cache)
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=cache, tiers=tiers)
     now = iter(range(1 << 30))
     engine.scheduler = Scheduler(
-        blocks, limits, POLICIES[policy](), clock=lambda: next(now) * 0.01, depth=depth
+        blocks,
+        limits,
+        POLICIES[policy](),
+        clock=lambda: next(now) * 0.01,
+        depth=depth,
+        cost=PreemptionCost(1000.0, 1.0, 10000.0, 0.002),  # swaps more than 5 tokens
+        swapper=HostSwapper(blocks, tiers) if tiers else None,
     )
     engine.loop = Loop(
-        engine.scheduler, engine.runner, engine._prepare, vocab=engine.program.vocab, depth=depth
+        engine.scheduler,
+        engine.runner,
+        engine._prepare,
+        vocab=engine.program.vocab,
+        depth=depth,
+        wait=tiers.wait if tiers else lambda: None,
     )
 
 
@@ -64,11 +88,19 @@ def prompts(vocab: int, count: int) -> list[tuple[int, ...]]:
     ]
 
 
-def play(engine: Engine, rng: random.Random, choices: list[tuple[int, ...]]) -> list[Request]:
+def play(
+    engine: Engine, rng: random.Random, choices: list[tuple[int, ...]], kv_dir: Path | None
+) -> list[Request]:
     """One workload: requests arrive over time, some are aborted."""
     limits = Limits(rng.choice((4, 24, 64, 512)), rng.choice((2, 5, 8)), 512, rng.choice((None, None, 7, 32)))
     depth, policy = rng.choice((1, 2)), rng.choice(sorted(POLICIES))
-    renew(engine, rng.choice((12, 16, 24, POOL)), limits, policy, depth, cache=rng.random() < 0.9)
+    num_blocks, cache = rng.choice((12, 16, 24, POOL)), rng.random() < 0.9
+    tiers = None
+    if kv_dir is not None:
+        size = engine.program.kv.block_bytes
+        store = BlockStore(kv_dir, bytes(32), size, 60 * size) if rng.random() < 0.8 else None
+        tiers = Tiers(engine.runner, size, host_bytes=rng.choice((0, 4, 20, 100)) * size, store=store)
+    renew(engine, num_blocks, limits, policy, depth, cache, tiers)
     requests: list[Request] = []
     to_come = rng.randrange(2, 9)
     while to_come or engine.has_work:
@@ -88,16 +120,21 @@ def play(engine: Engine, rng: random.Random, choices: list[tuple[int, ...]]) -> 
         engine.step()
     engine.scheduler.blocks.check()
     assert engine.scheduler.blocks.num_used == 0
+    if tiers is not None:
+        host = tiers.stats().get("host", TierStats())
+        assert host.used_bytes == 0
+        assert host.cached_bytes <= host.limit_bytes
+        engine.scheduler.blocks.close()
     return requests
 
 
-def compare(engine: Engine, num_workloads: int, num_prompts: int) -> None:
+def compare(engine: Engine, num_workloads: int, num_prompts: int, kv_dir: Path | None = None) -> None:
     """Plays workloads and holds every answer against the one alone."""
     choices = prompts(engine.program.vocab, num_prompts)
     answers = {prompt: alone(engine, prompt) for prompt in choices}
     finished = preempted = hits = 0
     for seed in range(num_workloads):
-        for request in play(engine, random.Random(seed), choices):
+        for request in play(engine, random.Random(seed), choices, kv_dir):
             tokens, logprobs = answers[tuple(request.prompt)]
             preempted += request.num_preemptions > 0
             hits += request.num_cached_tokens > 0
@@ -115,6 +152,12 @@ def compare(engine: Engine, num_workloads: int, num_prompts: int) -> None:
 
 def test_everyone_answers_as_alone() -> None:
     compare(Engine(small_artifact(), threads=1, num_blocks=POOL, eos_token_ids=()), NUM_WORKLOADS, 60)
+
+
+def test_everyone_answers_as_alone_over_tiers(tmp_path: Path) -> None:
+    """Host memory of any size, a directory that outlives each workload, requests swapped out."""
+    engine = Engine(small_artifact(), threads=1, num_blocks=POOL, eos_token_ids=())
+    compare(engine, NUM_WORKLOADS // 5, 60, tmp_path)
 
 
 @pytest.mark.slow

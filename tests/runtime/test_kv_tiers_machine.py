@@ -70,7 +70,9 @@ class TierMachine(BlockMachine):
         return [*self.live, *self.swapped.values(), *self.returning.values()]
 
     def is_coming(self, own: Sequence) -> bool:
-        return self.tiers.is_coming(key.hash for key in own.kv.keys)
+        self.tiers.poll()
+        has_to_wait = not own.kv.has_looked and bool(self.tiers._coming)
+        return has_to_wait or self.tiers.is_coming(key.hash for key in own.kv.keys)
 
     def take_prefix(self, own: Sequence, salt: str) -> None:
         super().take_prefix(own, salt)
@@ -86,17 +88,40 @@ class TierMachine(BlockMachine):
     # -------------------------------------------------------------------------------- rules
 
     @precondition(lambda self: len(self.live) < 8)
-    @rule(tokens=PROMPTS, salt=st.sampled_from(["", "", "", "b"]), goes_on=st.booleans())
-    def begin_when_it_has_come(self, tokens: list[int], salt: str, goes_on: bool) -> None:
-        """What is sent for comes, or fails to; nothing is waited for twice."""
+    @rule(
+        tokens=PROMPTS,
+        salt=st.sampled_from(["", "", "", "b"]),
+        goes_on=st.booleans(),
+        gives_up=st.none() | st.integers(0, 7),
+    )
+    def begin_when_it_has_come(
+        self, tokens: list[int], salt: str, goes_on: bool, gives_up: int | None
+    ) -> None:
+        """What is sent for comes, or fails to; nothing is waited for twice. `gives_up`: who was about to
+        write makes room, and what was ordered for it shall hit nobody."""
+        if gives_up is not None and self.live:
+            leaving = self.pick(gives_up)
+            self.grow_only(leaving)
+            self.blocks.release(leaving)
+            self.live.remove(leaving)
         own = self.new(tokens, salt)
         if self.blocks.is_awaited(own, salt) and self.is_coming(own):
             self.copier.run_all()
             self.end_swaps()
             assert not self.is_coming(own)
         self.take_prefix(own, salt)
+        self.make_copies()
         if goes_on:
             self.step(own, len(tokens), len(tokens))
+
+    def grow_only(self, own: Sequence) -> None:
+        """Its step is being scheduled, but will not run."""
+        own.tokens += [1] * (own.num_computed + 1 - len(own.tokens))
+        self.grow(own, own.num_computed + 1)
+
+    def make_copies(self) -> None:
+        """The next step makes the copies that are left."""
+        self.tiers.pool.copy_blocks(self.blocks.take_copies())
 
     @rule()
     def flood(self) -> None:
@@ -129,17 +154,21 @@ class TierMachine(BlockMachine):
         self.store.damaged.add(list(self.store.blocks)[number % len(self.store.blocks)])
 
     @precondition(lambda self: self.live and self.host)
-    @rule(number=st.integers(0, 7))
-    def swap_out(self, number: int) -> None:
+    @rule(number=st.integers(0, 7), grows=st.booleans())
+    def swap_out(self, number: int, grows: bool) -> None:
         own = self.pick(number)
         if id(own) in self.in_flight or not own.num_computed:
             return  # only what no step uses is preempted
         request = Request(0, own.tokens, 1, len(self.windows))
         request.sequences = [own]
         request.is_swapped = True
+        if grows:
+            self.grow_only(own)
         if self.swapper.swap_out(request):
             self.live.remove(own)
             self.swapped[request] = own
+        else:
+            self.make_copies()
 
     @precondition(lambda self: self.swapped)
     @rule(number=st.integers(0, 7))
@@ -211,5 +240,5 @@ class TierMachine(BlockMachine):
             assert host.used_bytes == sum(len(s.places) for s in self.swapper._swapped.values())
 
 
-TierMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=100, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=100, deadline=None)
 TestTierMachine = TierMachine.TestCase

@@ -73,6 +73,8 @@ def test_before_min_tokens_no_end_is_allowed() -> None:
     assert banned(chosen.row([5, 6])) == {90, 91, 7, 8}
     assert banned(chosen.row([5, 6, 1])) == {90, 91, 7, 8}
     assert banned(chosen.row([5, 6, 1, 2])) == set()
+    beyond = sampler([5], {90, 100, -1}, min_tokens=2)
+    assert banned(beyond.row([5])) == {90}, "the kernel has no room for tokens that no logit stands for"
     ignoring = sampler([5], {90, 91}, min_tokens=2, stop_token_ids=[7], ignore_eos=True)
     assert banned(ignoring.row([5])) == {7}
 
@@ -216,3 +218,10 @@ def test_log_probabilities_are_those_of_the_logits(count: int) -> None:
         assert [p.rank for p in found.top.values()] == list(range(1, len(order) + 1))
         for t, p in found.top.items():
             assert p.logprob == pytest.approx(exact[t], abs=1e-5)
+
+
+def test_tokens_beyond_the_vocabulary_reach_no_kernel() -> None:
+    with pytest.raises(RequestError, match="logit_bias"):
+        sampler([], logit_bias={VOCAB: 1.0})
+    chosen = Sampler(SamplingParams(), [], vocab=VOCAB, seed=0, bad_words=[[VOCAB], [3, VOCAB], [4]])
+    assert banned(chosen.row([])) == {4}

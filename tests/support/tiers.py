@@ -54,8 +54,13 @@ class SlotPool:
     def __init__(self, slots: list[list[Any]]) -> None:
         self.slots = slots
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[Any]:
-        return [list(self.slots[block]) for block in blocks]
+    def read_blocks(self, blocks: Sequence[int], spare: list[Any] | None = None) -> list[Any]:
+        found = []
+        for block in blocks:
+            data = spare.pop() if spare else []
+            data[:] = self.slots[block]
+            found.append(data)
+        return found
 
     def write_blocks(self, blocks: Sequence[int], data: Sequence[Any]) -> None:
         for block, slots in zip(blocks, data, strict=True):
@@ -84,7 +89,7 @@ class DictStore(BlockStore):
             while len(self.blocks) >= self.room:
                 del self.blocks[next(iter(self.blocks))]
                 self.num_removed += 1
-            self.blocks[name] = prefix, block
+            self.blocks[name] = prefix, list(block)
             self.written_bytes += 1
 
     def read(self, name: BlockName, prefix: bytes) -> Any:

@@ -107,9 +107,13 @@ def test_a_profile_accounts_for_whole_steps(artifact: Artifact, engine: Engine) 
     prefill, decode = phases(artifact, recorder, LIMITS)
     assert (prefill.phase, prefill.steps, prefill.tokens) == ("prefill", 1, 60)
     assert (decode.phase, decode.steps, decode.tokens) == ("decode", 4, 3)
+    # Short contexts have no splits to merge, and nobody wants the logits.
+    launches = [*artifact.program.body, *artifact.program.head]
+    run = [launch for launch in launches if launch.rows not in ("merges", "logits")]
+    assert len(run) < len(launches)
     for phase in (prefill, decode):
         count = sum(row.launches for row in phase.kernels)
-        assert count == len((*artifact.program.body, *artifact.program.head))
+        assert count == len(run)
         assert sum(row.launches for row in phase.templates) == count
         total = sum(row.us for row in (*phase.kernels, *phase.engine))
         assert total == pytest.approx(phase.step_us)

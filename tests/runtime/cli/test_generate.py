@@ -175,3 +175,18 @@ heavy = {{"torch", "tvm", "transformers", "triton", "yaml"}} & {{name.split(".")
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_cached_blocks_outlive_the_process(artifact: Path, toy_answer: Answer, tmp_path: Path) -> None:
+    ids = [i % 40 for i in range(40)]
+    words = ("generate", artifact, "--prompt", text(ids), "--max-tokens", "5", "--json", "--kv-dir", tmp_path)
+    cold, hit = (json.loads(pagec(*words).stdout)[0] for _ in range(2))
+    assert (cold["cached_tokens"], hit["cached_tokens"]) == (0, 32)
+    assert cold["token_ids"] == hit["token_ids"] == toy_answer(ids, 5)
+    assert hit["memory"]["kv_tiers"] == {"disk": 8 << 30}
+
+
+def test_a_directory_for_blocks_that_cannot_be_used_is_refused(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = pagec("generate", artifact, "--prompt", "w1", "--kv-dir", tmp_path / "file" / "kv", code=2)
+    assert "kv_dir" in done.stderr

@@ -243,3 +243,18 @@ assert "torch" not in sys.modules
 assert device._ffi.get_global_func("runtime.NumThreads")() == 2
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_blocks_leave_a_pool_and_return(device: CpuDevice) -> None:
+    spans, span_bytes = 3, 64
+    memory = device.allocate(spans * 10 * span_bytes)
+    device.upload(memory, np.random.default_rng(0).integers(0, 256, memory.nbytes, np.uint8))
+    before = memory.reshape(spans, 10, span_bytes).copy()
+    data = device.read_blocks(memory, spans, span_bytes, [7, 2])
+    memory.fill(0)
+    assert [array.tobytes() for array in data] == [before[:, b].tobytes() for b in (7, 2)]
+    device.write_blocks(memory, spans, span_bytes, [1, 2], data)
+    after = memory.reshape(spans, 10, span_bytes)
+    assert after[:, 1].tobytes() == before[:, 7].tobytes()
+    assert after[:, 2].tobytes() == before[:, 2].tobytes()
+    assert not after[:, [0, *range(3, 10)]].any()
