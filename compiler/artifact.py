@@ -32,7 +32,7 @@ from pagec.compiler.packing import STORAGE, Array, nbytes
 from pagec.compiler.program import PackedWeight, Program
 from pagec.compiler.target import CpuTarget, check_runs_on, host
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 WEIGHTS: Final = "weights.safetensors"
 LIBRARY: Final = "kernels.so"

@@ -14,7 +14,8 @@ unbounded (max_rows 0). Its arguments are resolved once, at load:
     weight:NAME   packed tensor      table:NAME
     scratch:      memory for within a launch and the one after it
     step:NAME     an integer array of the step: tokens[T], positions[T], logit_rows[R], query_start[S+1],
-                  seq_lens[S], slot_mapping.G[T], block_tables.G[S, max_blocks], tiles[T, 2]
+                  seq_lens[S], slot_mapping.G[T], block_tables.G[S, max_blocks], tiles[T, 2], and
+                  sampling.settings[R], .edits, .masks (see sampling.py)
 
 All are flat arrays of the element type that the kernel's `signature` names (int32 words, or float32);
 after them every kernel takes three int32: its number of rows, and which share of how many it is to compute
@@ -155,8 +156,9 @@ class KvLayout:
 
 # T: tokens. R: logit rows. tiles: attention's work items. merges: tiles whose splits are computed apart, or
 # 0. logits, greedy: R where the logits are wanted, and 0 where only their argmax is; or the other way round.
-RowCount = Literal["T", "R", "tiles", "merges", "logits", "greedy"]
-HEAD_COUNTS: Final = ("R", "logits", "greedy")
+# sampled: R where some row is to be sampled, else 0.
+RowCount = Literal["T", "R", "tiles", "merges", "logits", "greedy", "sampled"]
+HEAD_COUNTS: Final = ("R", "logits", "greedy", "sampled")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ def empty_cache(cache: CacheType, num_sequences: int, length: int) -> torch.Tens
 def step_inputs(
     graph: Graph, chunks: Sequence[Sequence[int]], starts: Sequence[int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Inputs for a step that takes these tokens of each sequence, from position `starts` on (0)."""
+    """Inputs for a step that takes these tokens of each sequence, from position `starts` on (0); what it
+    samples is greedy."""
     import torch
 
     starts = starts or [0] * len(chunks)
@@ -72,4 +73,8 @@ def step_inputs(
     positions = [p + n for chunk, p in zip(chunks, starts, strict=True) for n in range(len(chunk))]
     sequences = [s for s, chunk in enumerate(chunks) for _ in chunk]
     rows = {"tokens": tokens, "positions": positions, "sequences": sequences}
-    return {name: torch.tensor(rows[name], dtype=torch.int32) for name in graph.inputs if name in rows}
+    inputs = {name: torch.tensor(rows[name], dtype=torch.int32) for name in graph.inputs if name in rows}
+    for name in graph.inputs:
+        if name.startswith("sampling."):
+            inputs[name] = torch.zeros(len(tokens), *graph.type(name).inner, dtype=torch.int32)
+    return inputs

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagec.compiler.program import Program
+from pagec.runtime.sampler import GREEDY, Row, SamplingInputs, sampling_inputs
 from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Sequence
 
@@ -30,7 +31,8 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step; see above. `want_logits`: the logits themselves are wanted, not only their argmax."""
+    """One step; see above. `want_logits`: the logits themselves are wanted, not only their argmax.
+    `sampling`: what the logit rows ask for, if it is more than the argmax."""
 
     tokens: I32
     positions: I32
@@ -42,6 +44,7 @@ class Batch:
     logit_rows: I32
     copies: I32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     want_logits: bool = False
+    sampling: SamplingInputs | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +80,21 @@ def build_batch(entries: Items[Entry], program: Program, copies: Items[tuple[int
         logit_rows=_last_rows(query_start, _column(num_logits)),
         copies=_column([block for pair in copies for block in pair]).reshape(-1, 2),
         want_logits=any(request.needs_logits for request in requests),
+        sampling=_sampling(entries, program.vocab),
     )
+
+
+def _sampling(entries: Items[Entry], vocab: int) -> SamplingInputs | None:
+    """What the logit rows ask for; None if all take the greatest logit."""
+    if all(entry.sequence.sampler is None for entry in entries):
+        return None
+    rows: list[Row] = []
+    for _, sequence, start, count, num_logits in entries:
+        rows += [GREEDY] * num_logits
+        end = start + count
+        if num_logits and sequence.sampler is not None and sequence.tokens[end] < 0:
+            rows[-1] = sequence.sampler.row(sequence.tokens, end)
+    return sampling_inputs(rows, vocab)
 
 
 def _column(values: Items[int]) -> I32:

@@ -22,6 +22,8 @@ from pagec.runtime.loop import Loop, RequestOutput
 from pagec.runtime.policies import Policy, make_policy
 from pagec.runtime.preemption import PreemptionCost
 from pagec.runtime.runner import Runner
+from pagec.runtime.sampler import Sampler, draw_seed
+from pagec.runtime.sampling import SamplingParams
 from pagec.runtime.scheduler import Clock, Entry, Limits, Scheduler
 from pagec.runtime.sequence import CommitHook, Request
 from pagec.runtime.trace import NO_TRACE, Trace
@@ -145,6 +147,7 @@ class Engine:
         token_s: float | None = None,
         width: int = 1,
         on_commit: CommitHook | None = None,
+        params: SamplingParams | None = None,
     ) -> Request:
         """Queues a request; RequestError if it is invalid or could never run.
 
@@ -181,6 +184,12 @@ class Engine:
             ttft_s=ttft_s,
             token_s=token_s,
         )
+        if params is not None and params.needs_sampling:
+            params.check(vocab=self.program.vocab, max_choices=self.scheduler.limits.max_rows)
+            seed = draw_seed() if params.seed is None else params.seed
+            request.sequences[0].sampler = Sampler(
+                params, prompt, vocab=self.program.vocab, seed=seed, eos_token_ids=self.eos_token_ids
+            )
         self.scheduler.add(request)
         return request
 

@@ -39,6 +39,8 @@ class Output(Protocol):
     def tokens(self) -> Any: ...
     @property
     def logits(self) -> Any: ...
+    @property
+    def logprobs(self) -> Any: ...
 
 
 class StepRunner(Protocol):
@@ -200,7 +202,9 @@ class Loop:
         if not 0 <= token < self._vocab:
             raise RequestError(f"the model's logits are not numbers (token {token})", place="model")
         known[end] = token
-        if request.want_logprobs:
+        if sequence.sampler is not None and output.logprobs is not None:
+            sequence.logprobs.append(float(output.logprobs[row - 1]))
+        elif request.want_logprobs:
             sequence.logprobs.append(log_probability(output.logits[row - 1], token))
         return token
 

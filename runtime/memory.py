@@ -11,6 +11,7 @@ from pagec.compiler.artifact import Artifact
 from pagec.compiler.dims import BYTE_ALIGN, ITEM_BYTES, round_up
 from pagec.compiler.program import Buffer, Program, RopeTable
 from pagec.compiler.rope import cos_sin_of
+from pagec.compiler.sampling import MAX_BIASES, NUM_WORDS, mask_words
 from pagec.runtime.device import Device, Memory
 from pagec.runtime.ledger import Ledger, check_fits
 from pagec.runtime.weights import WeightsMemory, load_weights
@@ -94,6 +95,10 @@ def _step_bytes(program: Program) -> dict[str, int]:
         "seq_lens": S,
         "tiles": 2 * T,
     }
+    if any(launch.rows == "sampled" for launch in program.head):
+        sizes["sampling.settings"] = NUM_WORDS * R
+        sizes["sampling.edits"] = 2 * (min(program.vocab, program.max_len) + MAX_BIASES) * R
+        sizes["sampling.masks"] = mask_words(program.vocab) * R
     for group in range(len(program.kv.groups)):
         sizes[f"slot_mapping.{group}"] = T
         sizes[f"block_tables.{group}"] = S * program.max_blocks

@@ -19,6 +19,7 @@ from pagec.runtime.batch import I32, Batch
 from pagec.runtime.device import Device, KernelCall, Prepared
 from pagec.runtime.ledger import kv_blocks
 from pagec.runtime.memory import Areas
+from pagec.runtime.sampler import SamplingInputs
 from pagec.runtime.trace import NO_TRACE, Trace
 from pagec.runtime.weights import WeightsMemory
 
@@ -27,14 +28,24 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """For each of a batch's logit rows: the likeliest token and, if wanted, the logits [n, vocab]."""
+    """For each of a batch's logit rows: its token and, if wanted, the logits [n, vocab]; log probabilities
+    of the tokens where the batch is sampled, 0 of rows that did not ask."""
 
     tokens: I32
     logits: F32 | None
+    logprobs: F32 | None = None
 
 
 # Which row count a launch takes, in the order in which `run` gives them.
-_COUNTS: Final[Mapping[RowCount, int]] = {"T": 0, "tiles": 1, "R": 2, "merges": 3, "logits": 4, "greedy": 5}
+_COUNTS: Final[Mapping[RowCount, int]] = {
+    "T": 0,
+    "tiles": 1,
+    "R": 2,
+    "merges": 3,
+    "logits": 4,
+    "greedy": 5,
+    "sampled": 6,
+}
 NUM_COUNTS: Final = len(_COUNTS)
 
 
@@ -87,7 +98,7 @@ class Runner:
         with self.trace.span("body"):
             tiles = len(batch.tiles)
             merges = self.program.merges(tiles, max(batch.seq_lens))
-            self._launch(self.body, self.program.body, (batch.num_tokens, tiles, 0, merges, 0, 0))
+            self._launch(self.body, self.program.body, (batch.num_tokens, tiles, 0, merges, 0, 0, 0))
         output = self._run_head(batch)
         self._previous = output.tokens
         self._done.append(output)
@@ -127,9 +138,10 @@ class Runner:
         """Runs one launch alone, on whatever its arguments hold (for verify and the tuner)."""
         self.prepare([name]).run(*[num_rows] * NUM_COUNTS)
 
-    def head_counts(self, num_rows: int, want_logits: bool) -> tuple[int, ...]:
+    def head_counts(self, num_rows: int, want_logits: bool, sampled: bool = False) -> tuple[int, ...]:
         """Row counts of the head, as `Prepared.run` takes them."""
-        return (0, 0, num_rows, 0, *((num_rows, 0) if want_logits else (0, num_rows)))
+        kinds = (num_rows, 0) if want_logits or sampled else (0, num_rows)
+        return (0, 0, num_rows, 0, *kinds, num_rows if sampled else 0)
 
     def _launch(self, calls: Prepared, launches: Sequence[Launch], rows: tuple[int, ...]) -> None:
         if self.trace.kernels:
@@ -140,24 +152,38 @@ class Runner:
 
     def _run_head(self, batch: Batch) -> StepOutput:
         """The head over the logit rows, R at a time."""
-        tokens, logits = [], []
+        tokens, logits, logprobs = [], [], []
+        sampled = batch.sampling is not None
         for start in range(0, len(batch.logit_rows), self.program.capacity.R):
             rows = batch.logit_rows[start : start + self.program.capacity.R]
             self.trace.head(len(rows))
             with self.trace.span("head"):
                 self.upload_logit_rows(rows)
-                self._launch(self.head, self.program.head, self.head_counts(len(rows), batch.want_logits))
-            tokens.append(self._read("argmax", len(rows)))
+                if batch.sampling is not None:
+                    self.upload_sampling(batch.sampling.chunk(start, start + len(rows)))
+                counts = self.head_counts(len(rows), batch.want_logits, sampled)
+                self._launch(self.head, self.program.head, counts)
+            tokens.append(self._read("sampling.token" if sampled else "argmax", len(rows)))
+            if sampled:
+                logprobs.append(self._read("sampling.logprob", len(rows)))
             if batch.want_logits:
                 logits.append(self._read("logits", len(rows)))
         return StepOutput(
             np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
             np.concatenate(logits) if logits else None,
+            np.concatenate(logprobs) if logprobs else None,
         )
 
     def upload_logit_rows(self, rows: I32) -> None:
         """Puts the rows of a head chunk where kernels read them."""
         self._device.upload(self.memory.steps["logit_rows"], rows)
+
+    def upload_sampling(self, inputs: SamplingInputs) -> None:
+        """Puts what the rows of a head chunk ask for where the sampling kernel reads it."""
+        upload, steps = self._device.upload, self.memory.steps
+        upload(steps["sampling.settings"], inputs.settings)
+        upload(steps["sampling.edits"], inputs.edits)
+        upload(steps["sampling.masks"], inputs.masks)
 
     def _read(self, output: str, num_rows: int) -> npt.NDArray[np.int32]:
         """The first rows of an output, without padding."""

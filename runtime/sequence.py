@@ -34,7 +34,8 @@ class Sequence:
     own.
 
     While a step in flight computes the next token, `tokens` ends in a placeholder, -1 - r: what logit row r
-    of that step gives. `num_in_flight`: steps in flight that use its blocks. Of `max_len` tokens the last one
+    of that step gives. `sampler` (sampler.py) chooses its tokens, or the greatest
+    logit does. `num_in_flight`: steps in flight that use its blocks. Of `max_len` tokens the last one
     is never fed back: the sequence then counts as computed.
     """
 
@@ -49,6 +50,7 @@ class Sequence:
     num_in_flight: int = 0
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)
+    sampler: Any = None
     kv: KvState = field(default_factory=KvState)
 
     def __len__(self) -> int:

@@ -115,6 +115,19 @@ def _draw(found: torch.Tensor, words: torch.Tensor) -> int:
     return int(chosen[0]) if len(chosen) else int(found.nonzero()[-1])
 
 
+def outside(
+    token: int, logits: torch.Tensor, words: torch.Tensor, edits: torch.Tensor, masks: torch.Tensor
+) -> float:
+    """How far the row's uniform number lies outside of a token's piece of the distribution: 0 for what the
+    row draws, little for what another rounding of the weights may draw, infinite for what may not come."""
+    found = weights(logits, words, edits, masks)
+    if not 0 <= token < len(found) or found[token] == 0:
+        return 0.0 if token == -1 and not bool(found.any()) else float("inf")
+    sums = found.cumsum(0) / found.sum()
+    number, end = uniform(words.tolist()), float(sums[token])
+    return max(0.0, end - float(found[token] / found.sum()) - number, number - end)
+
+
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
     """Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"."""
     (a, b, c, d), (k0, k1) = counter, key

@@ -22,6 +22,7 @@ from pagec.compiler.passes.heads import split_heads
 from pagec.compiler.passes.logit_rows import take_logit_rows
 from pagec.compiler.passes.merge import merge_linears
 from pagec.compiler.passes.rounding import round_inputs
+from pagec.compiler.passes.sample import add_sample
 from pagec.compiler.verifier import verify
 
 
@@ -40,6 +41,7 @@ PIPELINE: Final[tuple[tuple[str, Pass], ...]] = (
     ("merge_linears", lambda graph, _: merge_linears(graph)),
     ("take_logit_rows", lambda graph, _: take_logit_rows(graph)),
     ("add_argmax", lambda graph, _: add_argmax(graph)),
+    ("add_sample", lambda graph, _: add_sample(graph)),
     ("lower_attention", lambda graph, _: lower_attention(graph)),
     ("group_experts", lambda graph, _: group_experts(graph)),
     ("round_inputs", lambda graph, n: round_inputs(graph, n.dtype, n.kv_dtype)),

@@ -22,6 +22,7 @@ class DryOutput:
     """Random tokens for so many logit rows."""
 
     logits: Any = None
+    logprobs: None = None
 
     def __init__(self, rng: np.random.Generator, num_rows: int) -> None:
         self.tokens = rng.integers(0, VOCAB, num_rows, np.int32)

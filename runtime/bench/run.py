@@ -118,6 +118,6 @@ class Gemms:
 
     def seconds(self, steps: Sequence[StepShape]) -> float:
         """How long the products of these steps take."""
-        body = sum(seconds(self._body, step.num_tokens, step.num_tiles, 0, 0, 0, 0) for step in steps)
+        body = sum(seconds(self._body, step.num_tokens, step.num_tiles, 0, 0, 0, 0, 0) for step in steps)
         counts = [self._counts(rows, want_logits=False) for step in steps for rows in step.head_rows]
         return body + sum(seconds(self._head, *count) for count in counts)

@@ -20,13 +20,18 @@ from pagec.compiler import ops, reference
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.dims import padded_last
 from pagec.compiler.ir import CacheType, Node, Type
+from pagec.compiler.ops.sampling import outside
 from pagec.compiler.packing import buffer_to_rows, from_bf16, kv_elements, rows_to_buffer, to_bf16, unpack
 from pagec.compiler.passes import Numbers, run_passes
+from pagec.compiler.passes.sample import INPUTS
 from pagec.compiler.program import HEAD_COUNTS, Buffer, Launch
 from pagec.compiler.user_ops import check_known
 from pagec.runtime.batch import build_batch
 from pagec.runtime.device.cpu import CpuDevice
 from pagec.runtime.runner import Runner
+from pagec.runtime.sampler import Row as SamplingRow
+from pagec.runtime.sampler import Sampler, sampling_inputs
+from pagec.runtime.sampling import SamplingParams
 from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Request
 
@@ -35,6 +40,8 @@ BF16_ULP = 2.0**-7
 # Two runs that round at the same points but sum in another order are two draws of the same noise; means over
 # some hundred positions of random tokens lie within this factor of each other.
 MODEL_SLACK = 3.0
+# How far float32 weights and their sums may shift the pieces of a distribution, and log probabilities.
+SAMPLING_SLACK = 1e-4
 Progress = Callable[[str, int, int], None]
 Values = Mapping[str, torch.Tensor]
 
@@ -193,6 +200,7 @@ class _StepCheck:
         self.program, self.fused = verification.program, verification.fused
         self.entries = verification.entries(step)
         self.batch = build_batch(self.entries, self.program)
+        self.sampling = sampling_inputs(self._random_rows(), self.program.vocab)
         self.caches = self._random_caches()
         self.values = reference.run(self.fused, self._inputs(), verification.weight)
 
@@ -200,6 +208,7 @@ class _StepCheck:
         """Each kernel of the step, once."""
         self.v.runner.upload(self.batch)
         self.v.runner.upload_logit_rows(self.batch.logit_rows)
+        self.v.runner.upload_sampling(self.sampling)
         nodes = {node.outputs[0]: node for node in self.fused.nodes}
         rows: dict[str, Row] = {}
         for launch, *more in self._launches(nodes.keys()):
@@ -229,7 +238,30 @@ class _StepCheck:
         chunks = [entry.token_ids for entry in self.entries]
         inputs = reference.step_inputs(self.fused, chunks, [entry.start for entry in self.entries])
         inputs["logit_rows"] = torch.from_numpy(self.batch.logit_rows)
+        arrays = (self.sampling.settings, self.sampling.edits, self.sampling.masks)
+        inputs |= {name: torch.from_numpy(array) for name, array in zip(INPUTS, arrays, strict=True)}
         return inputs | self.caches
+
+    def _random_rows(self) -> list[SamplingRow]:
+        """What each logit row asks of sampling: something of everything."""
+        rng, vocab = self.v.rng, self.program.vocab
+        rows = []
+        for i in range(len(self.batch.logit_rows)):
+            seen = rng.integers(0, vocab, 8).tolist()
+            params = SamplingParams(
+                temperature=(0.0, 0.7, 1.0, 1.5)[i % 4],
+                top_k=(0, 20)[i // 4 % 2],
+                top_p=(1.0, 0.9)[i // 8 % 2],
+                min_p=(0.0, 0.01)[i // 2 % 2],
+                repetition_penalty=1.1,
+                frequency_penalty=0.2,
+                logit_bias={seen[0]: 2.0},
+                allowed_token_ids=range(i % 2, vocab, 2) if i % 3 == 0 else None,
+                logprobs=0,
+            )
+            one = Sampler(params, seen[:4], vocab=vocab, seed=int(rng.integers(2**63)))
+            rows.append(one.row(seen))
+        return rows
 
     def _random_caches(self) -> dict[str, torch.Tensor]:
         """Keys and values of the tokens before this step, already rounded; the rest is NaN."""
@@ -328,6 +360,8 @@ class _StepCheck:
             mine = self._get(self.v.buffers[name], len(expected))
             if node.op == "argmax":
                 return self._judge_argmax(node, mine)
+            if node.op == "sample":
+                return self._judge_sample(node, name, mine)
             bound = self._bound(node, t, expected)
         if dtype == "bf16":
             bound = bound + BF16_ULP * expected.abs()
@@ -339,6 +373,19 @@ class _StepCheck:
         """Any index of the greatest logit is right; the first is what the kernel gives."""
         same = bool((mine == self.values[node.outputs[0]]).all())
         return 0.0, 0.0 if same else float("inf")
+
+    def _judge_sample(self, node: Node, name: str, mine: torch.Tensor) -> tuple[float, float]:
+        """A token is right whose piece of the distribution the uniform number meets, up to the rounding of
+        float32 weights; a log probability belongs to the token that was drawn."""
+        x, settings, edits, masks = (self.values[reference[1:]] for reference in node.inputs)
+        tokens = self._get(self.v.buffers[node.outputs[0]], len(x)).long()
+        if name == node.outputs[0]:
+            rows = enumerate(tokens.tolist())
+            error = max(outside(token, x[i], settings[i], edits, masks) for i, token in rows)
+        else:
+            exact = x.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            error = float((mine - exact).abs().max())
+        return error, error / SAMPLING_SLACK
 
     def _bound(self, node: Node, t: Type, expected: torch.Tensor) -> torch.Tensor:
         """What float32 arithmetic allows, element by element."""

@@ -140,13 +140,14 @@ class KernelMaker:
 
 
 def _chosen_from(graph: Graph) -> str:
-    """The logits, if a linear makes them for nothing but their argmax and the caller."""
+    """The logits, if a linear makes them for nothing but their argmax, sampling and the caller."""
     producers, users = graph.producers(), graph.users()
     for node in graph.nodes:
         if node.op == "argmax":
             name = node.inputs[0][1:]
             t = graph.type(name)
             maker = producers.get(name)
-            if maker and maker.op in ("linear", "fused.linear") and t.rows == "R" and len(users[name]) == 1:
+            others = [user for user in users[name] if user.op not in ("argmax", "sample")]
+            if maker and maker.op in ("linear", "fused.linear") and t.rows == "R" and not others:
                 return name if t.dtype == "f32" and len(t.inner) == 1 else ""
     return ""

@@ -41,4 +41,4 @@ class SampleLowering(ExpertLowering):
         self.scratch_bytes = max(self.scratch_bytes, 4 * (slots * per_worker + 16))
         kernel = self._kernel("sample", str(width), params, arrays, flops=24 * width, bytes_per_row=4 * width)
         args = tuple(f"value:{name.removeprefix('%')}" if name else "scratch:" for name in names)
-        return Call(node, self._rows(node), ((0, kernel),), args)
+        return Call(node, "sampled", ((0, kernel),), args)

@@ -37,7 +37,7 @@ def test_each_template_is_golden(golden: Golden, target: str, dtype: DType) -> N
     """One kernel of each template; a changed template or tile shows as a diff."""
     program = small_program(target, dtype)
     first = {kernel.template: kernel for kernel in reversed(program.kernels)}
-    assert first.keys() == {"embed", "linear", "rowwise", "kv_write", "attention", "argmax"}
+    assert first.keys() == {"embed", "linear", "rowwise", "kv_write", "attention", "argmax", "sample"}
     for template, kernel in first.items():
         golden.check(f"kernels/{target}/{template}.py.txt", emit_kernel(kernel, load_target(target)))
 

@@ -81,6 +81,7 @@ def test_every_node_of_the_fused_graph_is_one_kernel(dtype: str) -> None:
         "fused.kv_write",
         "fused.attention",
         "argmax",
+        "sample",
     }
 
 
@@ -104,6 +105,7 @@ def test_the_pipeline_is_what_its_names_say() -> None:
         "merge_linears",
         "take_logit_rows",
         "add_argmax",
+        "add_sample",
         "lower_attention",
         "group_experts",
         "round_inputs",
