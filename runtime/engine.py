@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import RequestError
@@ -185,6 +186,7 @@ class Engine:
             token_s=token_s,
         )
         if params is not None and params.needs_sampling:
+            _refuse_what_is_to_come(params)
             params.check(vocab=self.program.vocab, max_choices=self.scheduler.limits.max_rows)
             seed = draw_seed() if params.seed is None else params.seed
             request.sequences[0].sampler = Sampler(
@@ -217,3 +219,26 @@ class Engine:
 
     def _prepare(self, entries: Sequence[Entry]) -> Batch:
         return build_batch(entries, self.program, self.scheduler.blocks.take_copies())
+
+
+_PLAIN: Final = SamplingParams()
+# Fields of SamplingParams that nothing carries out yet.
+_TO_COME: Final = (
+    "n",
+    "bad_words",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "logprobs",
+    "prompt_logprobs",
+    "echo",
+    "logits_processors",
+    "structured_outputs",
+)
+
+
+def _refuse_what_is_to_come(params: SamplingParams) -> None:
+    """A parameter that would be passed over is an error."""
+    for name in _TO_COME:
+        if getattr(params, name) != getattr(_PLAIN, name):
+            raise RequestError("is not supported yet", place=name, remedy="leave it out")

@@ -30,6 +30,7 @@ from pagec.runtime.cli.models import (
 if TYPE_CHECKING:
     from pagec.runtime.detokenizer import Detokenizer
     from pagec.runtime.engine import Engine
+    from pagec.runtime.sampling import SamplingParams
     from pagec.runtime.sequence import Request
     from pagec.runtime.tokenizer import Tokenizer
     from pagec.runtime.trace import Recorder
@@ -50,6 +51,17 @@ def command(
             min=1, help="Most tokens of an answer.", show_default=f"{DEFAULT_MAX_TOKENS}, or what fits"
         ),
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: always the likeliest token; above: drawn by probability.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many tokens only (0: all).")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the tokens that together reach this.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw from tokens of at least this share of the likeliest's probability.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed draws the same text.", show_default="drawn")
+    ] = None,
     threads: Threads = None,
     weights: Weights = None,
     weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
@@ -64,7 +76,7 @@ def command(
     verbose: Verbose = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Generate greedy text. One prompt is streamed; of several, each answer is printed when complete.
+    """Generate text. One prompt is streamed; of several, each answer is printed when complete.
 
     A model that is no artifact is compiled first (once).
 
@@ -73,8 +85,11 @@ def command(
     """
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
+    from pagec.runtime.sampling import SamplingParams
+
     path, weights = find_artifact(model, weights)
     began = time.perf_counter()
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     engine, tokenizer = _load(
         path,
         threads=threads,
@@ -90,7 +105,8 @@ def command(
         print_ledger(engine.ledger)
     recorder = _record(engine) if trace is not None else None
     answers = [
-        _ask(engine, tokenizer, text, _encode(tokenizer, text, chat, system), max_tokens) for text in prompt
+        _ask(engine, tokenizer, text, _encode(tokenizer, text, chat, system), max_tokens, params)
+        for text in prompt
     ]
     if as_json:
         _run(engine, answers, _print_nothing)
@@ -173,12 +189,19 @@ def _encode(tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None) -
     return tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}])
 
 
-def _ask(engine: Engine, tokenizer: Tokenizer, prompt: str, ids: list[int], max_tokens: int | None) -> Answer:
+def _ask(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: str,
+    ids: list[int],
+    max_tokens: int | None,
+    params: SamplingParams,
+) -> Answer:
     from pagec.runtime.detokenizer import Detokenizer
 
     if max_tokens is None:
         max_tokens = max(min(DEFAULT_MAX_TOKENS, engine.program.max_len - len(ids)), 1)
-    return Answer(prompt, engine.add_request(ids, max_tokens), Detokenizer(tokenizer.decode))
+    return Answer(prompt, engine.add_request(ids, max_tokens, params=params), Detokenizer(tokenizer.decode))
 
 
 def _run(engine: Engine, answers: Sequence[Answer], on_piece: Callable[[Answer, str], None]) -> None:

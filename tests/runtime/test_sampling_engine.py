@@ -76,3 +76,22 @@ def test_a_token_beyond_the_vocabulary_is_refused(artifact: Path) -> None:
     with pytest.raises(RequestError, match="logit_bias: 256 is not a token id from 0 to 255"):
         engine.add_request([1], 1, params=SamplingParams(logit_bias={256: 1.0}))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"n": 2},
+        {"stop": ["x"]},
+        {"logprobs": 1},
+        {"bad_words": ["x"]},
+        {"stop_token_ids": [3]},
+        {"echo": True},
+    ],
+)
+def test_what_is_not_carried_out_yet_is_refused(artifact: Path, field: dict[str, Any]) -> None:
+    engine = Engine(artifact, num_blocks=20)
+    (name,) = field
+    with pytest.raises(RequestError, match=f"{name}: is not supported yet"):
+        engine.add_request([1, 2], 4, params=SamplingParams(temperature=1.0, **field))
+    assert not engine.has_work
