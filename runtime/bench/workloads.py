@@ -11,12 +11,13 @@ Greedy, the end of text ignored. Token ids are drawn anew for every repetition, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from pagec.compiler.program import Program
 from pagec.runtime.bench.cost import ModelCost
 from pagec.runtime.bench.limits import Limits
 from pagec.runtime.engine import Engine
@@ -70,6 +71,17 @@ class Workload:
     def asks(self, vocab: int, seed: int | None = None) -> list[Ask]:
         """A repetition's requests; without a seed, others every time."""
         return self.make(np.random.default_rng(seed), vocab)
+
+
+def pool_blocks(names: Iterable[str], program: Program) -> int:
+    """Blocks that hold each of these workloads' requests at once: so the pool is used over and over again, as
+    it is by a service that has run for a while, and not touched anew by every repetition."""
+    size, groups = program.kv.block_size, max(len(program.kv.groups), 1)
+    needs = [
+        sum(-(-(len(ask.prompt) + ask.max_tokens) // size) for ask in WORKLOADS[name].asks(program.vocab, 0))
+        for name in names
+    ]
+    return groups * max(needs) + 1
 
 
 # ------------------------------------------------------------------------------------- requests

@@ -98,11 +98,15 @@ class Options:
         path, weights = find_artifact(self.model, self.weights)
         return Artifact.open(path), weights
 
-    def engine(self, artifact: Artifact, weights: str | None) -> Engine:
+    def engine(self, artifact: Artifact, weights: str | None, num_blocks: int | None = None) -> Engine:
         from pagec.runtime.engine import Engine
 
         engine = Engine(
-            artifact, threads=self.threads, weights=weights, weights_memory=self.weights_memory.kind
+            artifact,
+            threads=self.threads,
+            weights=weights,
+            weights_memory=self.weights_memory.kind,
+            num_blocks=num_blocks,
         )
         if self.verbose:
             print_ledger(engine.ledger)
@@ -118,9 +122,10 @@ class Options:
 
 def _run(names: Sequence[str], with_startup: bool, options: Options) -> None:
     from pagec.runtime.bench.run import run_workloads
+    from pagec.runtime.bench.workloads import pool_blocks
 
     artifact, weights = options.open()
-    engine = options.engine(artifact, weights)
+    engine = options.engine(artifact, weights, pool_blocks(names, artifact.program))
     with progress_display() as progress:
         reports = run_workloads(artifact, engine, names, options.repeat, progress)
     ledger = engine.ledger.to_json()

@@ -108,6 +108,18 @@ def command(
         _ask(engine, tokenizer, text, _encode(tokenizer, text, chat, system), max_tokens, params)
         for text in prompt
     ]
+    _answer(engine, answers, load_s, as_json)
+    engine.close()
+    if recorder is not None and trace is not None:
+        recorder.write(trace)
+    if any(answer.request.error for answer in answers):
+        raise typer.Exit(1)
+    if not as_json:
+        _print_figures(answers, load_s)
+
+
+def _answer(engine: Engine, answers: Sequence[Answer], load_s: float, as_json: bool) -> None:
+    """Runs the requests and prints what comes: JSON at the end, one text as it comes, several when whole."""
     if as_json:
         _run(engine, answers, _print_nothing)
         ledger = engine.ledger.to_json()
@@ -117,13 +129,6 @@ def command(
         typer.echo()
     else:
         _run(engine, answers, _print_complete)
-    engine.close()
-    if recorder is not None and trace is not None:
-        recorder.write(trace)
-    if any(answer.request.error for answer in answers):
-        raise typer.Exit(1)
-    if not as_json:
-        _print_figures(answers, load_s)
 
 
 @dataclass(slots=True)

@@ -40,10 +40,13 @@ class Clock:
 
 def pagec(model: str, threads: int) -> Run:
     """An artifact."""
+    from pagec.compiler.artifact import Artifact
     from pagec.runtime.bench import workloads
     from pagec.runtime.engine import Engine
 
-    engine = Engine(Path(model), threads=threads)
+    artifact = Artifact.open(Path(model))
+    blocks = workloads.pool_blocks(workloads.WORKLOADS, artifact.program)
+    engine = Engine(artifact, threads=threads, num_blocks=blocks)
 
     def run(asks: Sequence[Ask]) -> dict[str, float]:
         line = workloads.run_asks(engine, [workloads.Ask(*ask) for ask in asks])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
+from pagec.compiler.artifact import Artifact
 from pagec.runtime.bench.cost import AttentionCost, ModelCost
 from pagec.runtime.bench.limits import Limits, median_limits
 from pagec.runtime.bench.summary import summarise, summarise_all, to_json
-from pagec.runtime.bench.workloads import WORKLOADS, Ask, Timeline, throughput_lengths
+from pagec.runtime.bench.workloads import WORKLOADS, Ask, Timeline, pool_blocks, throughput_lengths
 
 VOCAB = 49152
 COST = ModelCost(1000, 500, 2_000_000, 2, (AttentionCost(4, 2, 16, None),))
@@ -47,6 +50,15 @@ def test_tokens_are_ordinary_and_new_every_time(name: str) -> None:
     assert one[0].prompt != two[0].prompt
     assert WORKLOADS[name].asks(VOCAB, seed=3) == WORKLOADS[name].asks(VOCAB, seed=3)
     assert max(max(ask.prompt) for ask in WORKLOADS[name].asks(50)) < 50
+
+
+def test_the_pool_holds_the_largest_workload(toy: Callable[..., Artifact]) -> None:
+    """Prefill: 1,025 tokens; throughput: what all its requests have at their ends, each in whole blocks."""
+    program = toy().program
+    size, groups = program.kv.block_size, len(program.kv.groups)
+    assert pool_blocks(["prefill"], program) == groups * -(-1025 // size) + 1
+    ends = sum(-(-(p + o) // size) for p, o in throughput_lengths())
+    assert pool_blocks(["prefill", "throughput"], program) == groups * ends + 1
 
 
 def test_latency_figures() -> None:
