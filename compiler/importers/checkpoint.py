@@ -49,7 +49,8 @@ class WeightSource:
             raise CheckpointError(
                 "the checkpoint does not fit the model:\n  " + "\n  ".join([*problems[:_MAX_LISTED], *more]),
                 place=str(self.checkpoint.path),
-                remedy="use the spec that `pagec import` gives for it, or mend the weights section",
+                remedy="say in the weights section, by name and shape, what the model has; null drops an "
+                "inherited weight",
             )
 
     def problems(self) -> list[str]:
