@@ -119,7 +119,8 @@ def test_everything_that_is_wrong_is_listed(tiny: str) -> None:
         "  missing: a or b for new",
         "  0.up.weight is [8, 9], l0.up needs [8, 8]",
         "  surplus: extra [3]",
-        "  fix: say in the weights section, by name and shape, what the model has; null drops an inherited weight",
+        "  fix: say in the weights section, by name and shape, what the model has; null drops an inherited "
+        "weight",
     ]
     with pytest.raises(CheckpointError, match=r"0.up.weight is \[8, 9\]"):
         found.get("l0.up")
