@@ -32,7 +32,7 @@ from pagec.runtime.weights import WeightsMemory
 
 
 class Engine:
-    """Greedy generation from an artifact.
+    """Generation from an artifact, greedy or sampled.
 
     `threads`: all cores if not given; `weights` and `weights_memory` as in load_weights; `num_blocks` or
     `kv_bytes` size the KV pool; `prefill_chunk` limits a prompt's tokens in one step, `max_seqs` the
@@ -154,8 +154,9 @@ class Engine:
 
         `max_tokens` None: as many as the model's length leaves. `want_logits` keeps the logits of each
         generated token in `request.logits`, `prompt_logits` those of every prompt position as well;
-        `want_logprobs` keeps the log probabilities of generated tokens in `request.logprobs`. The rest as in
-        Request.
+        `want_logprobs` keeps the log probabilities of generated tokens in the sequences' `logprobs`.
+        `params` says how tokens are chosen (greedily if not given); when they end is said by `max_tokens` and
+        `ignore_eos` here. The rest as in Request.
         """
         if not prompt:
             raise RequestError("is empty", place="prompt", remedy="give one token at least")
@@ -185,9 +186,10 @@ class Engine:
             ttft_s=ttft_s,
             token_s=token_s,
         )
-        if params is not None and params.needs_sampling:
+        if params is not None:
             _refuse_what_is_to_come(params)
             params.check(vocab=self.program.vocab, max_choices=self.scheduler.limits.max_rows)
+        if params is not None and params.needs_sampling:
             seed = draw_seed() if params.seed is None else params.seed
             request.sequences[0].sampler = Sampler(
                 params, prompt, vocab=self.program.vocab, seed=seed, eos_token_ids=self.eos_token_ids

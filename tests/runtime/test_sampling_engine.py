@@ -89,9 +89,12 @@ def test_a_token_beyond_the_vocabulary_is_refused(artifact: Path) -> None:
         {"echo": True},
     ],
 )
-def test_what_is_not_carried_out_yet_is_refused(artifact: Path, field: dict[str, Any]) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_carried_out_yet_is_refused(
+    artifact: Path, field: dict[str, Any], temperature: float
+) -> None:
     engine = Engine(artifact, num_blocks=20)
     (name,) = field
     with pytest.raises(RequestError, match=f"{name}: is not supported yet"):
-        engine.add_request([1, 2], 4, params=SamplingParams(temperature=1.0, **field))
+        engine.add_request([1, 2], 4, params=SamplingParams(temperature=temperature, **field))
     assert not engine.has_work

@@ -149,6 +149,28 @@ def test_kv_write(target: str, dtype: DType, head_dim: int, dims: int, interleav
     assert untouched.all(axis=1).sum() == pool.size - written
 
 
+@targets
+@pytest.mark.parametrize(
+    ("head_dim", "dims", "interleaved"), [(64, 64, False), (80, 80, False), (96, 32, False), (20, 12, True)]
+)
+def test_rope_that_no_kv_write_follows(target: str, head_dim: int, dims: int, interleaved: bool) -> None:
+    """Turns part of each head, copies the rest; padding is zero."""
+    rng = np.random.default_rng(0)
+    types: Any = {"q": Type("T", (5, head_dim), "f32"), "k": Type("T", (2, head_dim), "f32")}
+    types |= {"qr": types["q"], "kr": types["k"], "positions": Type("T", (), "i32")}
+    attrs = {"base": 10000.0, "dims": dims, "interleaved": interleaved}
+    node = Node("rope", ("%q", "%k", "%positions"), ("qr", "kr"), attrs)
+    graph = Graph(("q", "k", "positions"), ("qr", "kr"), (node,), types, {})
+    values = {n: rng.standard_normal((23, *types[n].inner)).astype(np.float32) for n in ("q", "k")}
+    positions = rng.permutation(1000)[:23].astype(np.int32)
+    got = KernelRun(graph, target=target).run(values, {"step:positions": positions})
+    inputs = {n: torch.from_numpy(x) for n, x in values.items()} | {"positions": torch.from_numpy(positions)}
+    expected = reference.run_node(node, inputs, lambda _: torch.empty(0))
+    for name in ("qr", "kr"):
+        assert np.abs(got[name] - expected[name].numpy()).max() <= 8 * U * np.abs(values[name[0]]).max()
+        assert np.array_equal(got[name][..., dims:], values[name[0]][..., dims:])
+
+
 def normed_heads(dtype: DType, head_dim: int, offset: int) -> Graph:
     """Heads of q and k, normed and turned, on their way into the cache and to its reader."""
     q, kv = Type("T", (4, head_dim), "f32"), Type("T", (2, head_dim), "f32")

@@ -10,6 +10,25 @@ import transformers
 from pagec.compiler.driver import CompileOptions, compile_model
 from pagec.runtime.cli.verify import verify_artifact
 
+# Values and turned queries that something beside the attention reads, too.
+READ_TWICE = """\
+extends: llama
+params: {vocab: 256, hidden: 64, layers: 2, heads: 4, kv_heads: 2, head_dim: 16, inter: 96, max_len: 128}
+weights:
+  v_out: {name: "model.layers.{i}.v_out.weight", shape: [hidden, kv_heads * head_dim]}
+  q_out: {name: "model.layers.{i}.q_out.weight", shape: [hidden, heads * head_dim]}
+graph:
+  layer:
+    - h = rmsnorm(x, $attn_norm, eps=norm_eps)
+    - q = heads_of(linear(h, $q), head_dim)
+    - k = heads_of(linear(h, $k), head_dim)
+    - v = heads_of(linear(h, $v), head_dim)
+    - q, k = rope(q, k, positions, rope)
+    - x = x + linear(attention(q, k, v, scale=attn_scale), $o) + linear(v, $v_out) + linear(q, $q_out)
+    - h = rmsnorm(x, $mlp_norm, eps=norm_eps)
+    - x = x + linear(activation(linear(h, $gate), act) * linear(h, $up), $down)
+"""
+
 
 def quiet(_stage: str, _done: int, _total: int) -> None:
     pass
@@ -36,3 +55,14 @@ def test_the_tail_of_an_activation_is_within_bounds(tmp_path: Path, activation: 
         rows = verify_artifact(artifact, seed=seed, progress=quiet)
         assert len(rows) > 10
         assert [row for row in rows if not row.ok] == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_what_attention_reads_may_be_read_by_others(tmp_path: Path, dtype: str) -> None:
+    """Each reader gets what it takes: the KV write float32, a linear its rounded copy."""
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(READ_TWICE)
+    options = CompileOptions(str(spec), weights="random:1", dtype=dtype, output=tmp_path / "out")
+    rows = verify_artifact(compile_model(options, quiet).path, seed=0, progress=quiet)
+    assert any(row.subject.startswith("rope") for row in rows)
+    assert [row for row in rows if not row.ok] == []
