@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any, Final
 
 from pagec.compiler.backends.cpu.prologue import find_prologues
 from pagec.compiler.backends.cpu.rowwise import REDUCTIONS
-from pagec.compiler.dims import ITEM_BYTES
-from pagec.compiler.ir import CacheType, Graph, Node, Type
+from pagec.compiler.ir import CacheType, Graph, Node
 from pagec.compiler.target import CpuTarget
 from pagec.compiler.verifier import VIEWS
 
@@ -89,7 +87,7 @@ def _taken(graph: Graph) -> Iterator[tuple[str, tuple[str, ...], int]]:
         if len(ops) > 1:
             made = [name for inner in node.body if inner.op not in VIEWS for name in inner.outputs]
             inside = [name for name in made if name not in node.outputs]
-            yield _kind(node), ops, 2 * sum(_row_bytes(graph, name) for name in inside)
+            yield _kind(node), ops, 2 * sum(graph.row_bytes(name) for name in inside)
 
 
 def _apart(graph: Graph, target: CpuTarget) -> Iterator[tuple[str, str, int, str]]:
@@ -102,7 +100,8 @@ def _apart(graph: Graph, target: CpuTarget) -> Iterator[tuple[str, str, int, str
             if writer is None or isinstance(graph.types[name], CacheType):
                 continue
             kinds = _kind(writer), _kind(node)
-            if kinds[1] == "linear" and f"%{name}" != _linear(node).inputs[0]:
+            linear = node.find("linear")
+            if linear and f"%{name}" != linear.inputs[0]:
                 reason = "a residual sum, which is read again later"
             elif kinds == ("rowwise", "linear"):
                 reason = refused.get(writer.outputs[0]) or (
@@ -111,11 +110,7 @@ def _apart(graph: Graph, target: CpuTarget) -> Iterator[tuple[str, str, int, str
                 )
             else:
                 reason = _reason(*kinds, node)
-            yield *kinds, _row_bytes(graph, name), reason
-
-
-def _linear(node: Node) -> Node:
-    return next((inner for inner in node.body if inner.op == "linear"), node)
+            yield *kinds, graph.row_bytes(name), reason
 
 
 def _reason(writer: str, reader: str, node: Node) -> str:
@@ -125,8 +120,3 @@ def _reason(writer: str, reader: str, node: Node) -> str:
         if first in ("", writer) and second in ("", reader):
             return reason
     return "no rule puts these two together"
-
-
-def _row_bytes(graph: Graph, name: str) -> int:
-    t = graph.types[name]
-    return prod(t.inner) * ITEM_BYTES[t.dtype] if isinstance(t, Type) else 0

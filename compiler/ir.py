@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-from pagec.compiler.dims import DType, Rows
+from pagec.compiler.dims import ITEM_BYTES, DType, Rows
 
 Attr = int | float | str | bool | None | tuple["Attr", ...]
 
@@ -71,6 +72,10 @@ class Node:
         """Names of the weight inputs, without their mark."""
         return (name[1:] for name in self.inputs if name[0] == "$")
 
+    def find(self, op: str) -> Node | None:
+        """The node with this op: this one, or the first in its body."""
+        return next((node for node in (self, *self.body) if node.op == op), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Graph:
@@ -91,6 +96,11 @@ class Graph:
         found = self.types[name]
         assert isinstance(found, Type), f"%{name} is a cache"
         return found
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of a row of a value, without padding; 0 for a cache."""
+        t = self.types[name]
+        return prod(t.inner) * ITEM_BYTES[t.dtype] if isinstance(t, Type) else 0
 
     def input_type(self, reference: str) -> ValueType:
         """The type behind a node's input, "%value" or "$weight"."""

@@ -6,8 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 
+def log_total(row: npt.NDArray[np.float32]) -> float:
+    """log of the sum of exponentials of a row [vocab], in float64; the greatest is taken out first."""
+    greatest = float(row.max())
+    return greatest + float(np.log(np.exp(row.astype(np.float64) - greatest).sum()))
+
+
 def log_probability(logits: npt.NDArray[np.float32], token: int) -> float:
-    """log softmax(logits)[token] of one row [vocab], in float64; the greatest logit is taken out first."""
-    row = logits.astype(np.float64)
-    row -= row.max()
-    return float(row[token] - np.log(np.exp(row).sum()))
+    """log softmax(logits)[token] of one row [vocab], in float64."""
+    return float(logits[token]) - log_total(logits)

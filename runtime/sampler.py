@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pagec.compiler.errors import RequestError
 from pagec.compiler.sampling import MAX_BIASES, NUM_WORDS, Words, mask_words
+from pagec.runtime.logprobs import log_total
 from pagec.runtime.sampling import SamplingParams
 
 I32 = npt.NDArray[np.int32]
@@ -278,8 +279,7 @@ def token_logprobs(logits: F32, tokens: I32, count: int) -> list[TokenLogprobs]:
 
 
 def _of_row(row: F32, token: int, count: int) -> TokenLogprobs:
-    greatest = row.max()
-    total = float(greatest) + float(np.log(np.exp(row - greatest).sum(dtype=np.float64)))
+    total = log_total(row)
     own = Logprob(float(row[token]) - total, int((row > row[token]).sum()) + 1)
     if count == 0:
         return TokenLogprobs(token, own)

@@ -6,14 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from pagec.compiler.backends.cpu.prologue import find_prologues
 from pagec.compiler.backends.cpu.rowwise import Code
 from pagec.compiler.backends.cpu.tiles import linear_tiles
-from pagec.compiler.dims import ITEM_BYTES, Capacity
-from pagec.compiler.ir import CacheType, Graph, Node
+from pagec.compiler.dims import Capacity
+from pagec.compiler.ir import Graph, Node
 from pagec.compiler.packer import Layout, Packer
 from pagec.compiler.program import Kernel, KvLayout, RowCount
 from pagec.compiler.target import CpuTarget
@@ -89,7 +88,7 @@ class KernelMaker:
         self.target = settings.target
         self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
         self.scratch_bytes = 0  # kernels that need scratch memory share one area
-        self.prologues, self.alone = find_prologues(graph, settings.target)
+        self.prologues, _ = find_prologues(graph, settings.target)
         self.logits = _chosen_from(graph)
         # The first result of row-wise work, and up to how many rows the linear behind it does it itself.
         self.done_by_linear = {p.node.outputs[0]: p.rows for p in self.prologues.values()}
@@ -121,10 +120,6 @@ class KernelMaker:
     def _arguments(self, code: Code) -> tuple[str, ...]:
         """The arguments behind a region's arrays."""
         return tuple(self._row_weight(arg[7:]) if arg.startswith("weight:") else arg for arg in code.args)
-
-    def _row_bytes(self, name: str) -> int:
-        t = self.graph.types[name]
-        return 0 if isinstance(t, CacheType) else prod(t.inner) * ITEM_BYTES[t.dtype]
 
     def _rows(self, node: Node) -> RowCount:
         return "R" if self.graph.type(node.outputs[0]).rows == "R" else "T"

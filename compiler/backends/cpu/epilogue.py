@@ -19,7 +19,7 @@ class Epilogue(Region):
 
     def __init__(self, node: Node, graph: Graph, lanes: int, nt: int, bias: bool) -> None:
         super().__init__(node, graph, lanes)
-        self.linear = next(inner for inner in node.body if inner.op == "linear")
+        self.linear = node.find("linear") or node
         slices = [n for n in node.body if n.op == "slice" and n.inputs[0][1:] == self.linear.outputs[0]]
         self.parts = len(slices) or 1
         self.columns = nt // self.parts
@@ -47,7 +47,7 @@ class Epilogue(Region):
             assert isinstance(start, int)
             return self._sum(start)
         base, row, offset = self._place(name)
-        at = ROW if row == "row" else f"rows0[{ROW}]"
+        at = ROW if row == "row" else f"{self.code.gathers}[{ROW}]"
         return self._load(f"value:{base}", self.graph.type(base), f"({at})", offset)
 
     def _sum(self, part: int) -> str:

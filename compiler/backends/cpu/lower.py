@@ -118,7 +118,7 @@ class Lowering(SampleLowering):
             params,
             code.arrays,
             flops=region.groups * region.width * sum(ELEMENT_FLOPS.get(op, 1) for op in ops),
-            bytes_per_row=sum(self._row_bytes(name) for name in (*node.values(), *node.outputs)),
+            bytes_per_row=sum(self.graph.row_bytes(name) for name in (*node.values(), *node.outputs)),
         )
         variants: tuple[tuple[int, Kernel | None], ...] = ((0, kernel),)
         if node.outputs[0] in self.done_by_linear:
@@ -201,7 +201,7 @@ class Lowering(SampleLowering):
         arrays = [(name, "float32") for name in ("q", "k")]
         arrays += [("positions", "int32"), ("rope", "float32"), ("q_out", "float32"), ("k_out", "float32")]
         words = f"h{q[0]}_kv{k[0]}_d{q[1]}_{config.dims}"
-        row_bytes = sum(self._row_bytes(name) for name in (*node.values(), *node.outputs))
+        row_bytes = sum(self.graph.row_bytes(name) for name in (*node.values(), *node.outputs))
         kernel = self._kernel("rope", words, params, arrays, bytes_per_row=row_bytes)
         args = [f"value:{name[1:]}" for name in node.inputs[:2]]
         args += [
@@ -274,7 +274,7 @@ class Lowering(SampleLowering):
         )
         window = f"_w{core.attrs['window']}" if core.attrs.get("window") else ""
         words = f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{window}"
-        row_bytes = self._row_bytes(core.inputs[0][1:]) + self._row_bytes(node.outputs[0])
+        row_bytes = self.graph.row_bytes(core.inputs[0][1:]) + self.graph.row_bytes(node.outputs[0])
         kernel = self._kernel("attention", words, params, arrays, bytes_per_row=row_bytes)
         calls = [Call(node, "tiles", ((0, kernel),), args)]
         pieces = FEW_TILES * heads * max_splits

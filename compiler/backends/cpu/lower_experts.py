@@ -84,7 +84,8 @@ class ExpertLowering(LinearLowering):
                 {**params, "MB": rows},
                 arrays,
                 flops=2 * n * k * choices,
-                bytes_per_row=self._row_bytes(node.inputs[0][1:]) + self._row_bytes(node.outputs[0]),
+                bytes_per_row=self.graph.row_bytes(node.inputs[0][1:])
+                + self.graph.row_bytes(node.outputs[0]),
                 bytes_fixed=experts * n * k * ITEM_BYTES[dtype],
             )
             variants.append((limit, kernel))
@@ -111,6 +112,6 @@ class ExpertLowering(LinearLowering):
         kinds = {"f32": "float32", "bf16": "int32", "i32": "int32"}
         arrays = [(name, kinds[layout["dtype"]]) for name, layout in layouts.items()]
         params = {"attrs": dict(node.attrs), "layouts": layouts, "text": op.templates[BACKEND].read_text()}
-        row_bytes = sum(self._row_bytes(name) for name in (*node.values(), *node.outputs))
+        row_bytes = sum(self.graph.row_bytes(name) for name in (*node.values(), *node.outputs))
         kernel = self._kernel(f"op:{node.op}", node.op, params, arrays, bytes_per_row=row_bytes)
         return Call(node, self._rows(node), ((0, kernel),), tuple(args))

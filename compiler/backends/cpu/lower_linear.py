@@ -72,7 +72,7 @@ class LinearLowering(KernelMaker):
         )
 
     def _parts(self, node: Node) -> _Linear:
-        linear = next((n for n in node.body if n.op == "linear"), node)
+        linear = node.find("linear") or node
         x, y = self.graph.type(linear.inputs[0][1:]), self.graph.type(linear.outputs[0])
         dtype, bias, nt = x.dtype, len(linear.inputs) > 2, self.packer.nt
         unit, kp = WORD_ELEMENTS[dtype], row_stride(x.inner)
@@ -107,7 +107,7 @@ class LinearLowering(KernelMaker):
         }
         cost = {
             "flops": 2 * n * k + prod(out.inner) * sum(ELEMENT_FLOPS.get(op, 1) for op in ops),
-            "bytes_per_row": sum(self._row_bytes(name) for name in (*node.values(), node.outputs[0])),
+            "bytes_per_row": sum(self.graph.row_bytes(name) for name in (*node.values(), node.outputs[0])),
             "bytes_fixed": n * k * ITEM_BYTES[dtype],
         }
         suffix = "_bias" * bias + "".join(f"_{op}" for op in dict.fromkeys(ops))

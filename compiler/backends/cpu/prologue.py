@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from pagec.compiler.backends.cpu.rowwise import Region
 from pagec.compiler.backends.cpu.tiles import linear_tiles
-from pagec.compiler.dims import ITEM_BYTES
-from pagec.compiler.ir import Graph, Node, Type
+from pagec.compiler.ir import Graph, Node
 from pagec.compiler.target import CpuTarget
 
 # The array that holds the rows in a kernel.
@@ -42,7 +40,7 @@ def find_prologues(graph: Graph, target: CpuTarget) -> tuple[Mapping[str, Prolog
     found: dict[str, Prologue] = {}
     refused: dict[str, str] = {}
     for node in graph.nodes:
-        linear = next((inner for inner in (*node.body, node) if inner.op == "linear"), None)
+        linear = node.find("linear")
         if linear is None:
             continue
         work = producers.get(linear.inputs[0][1:])
@@ -80,5 +78,4 @@ def _rows(work: Node, graph: Graph, target: CpuTarget) -> int:
 
 
 def _row_bytes(work: Node, graph: Graph) -> int:
-    types = [graph.types[name] for name in (*work.values(), *work.outputs)]
-    return sum(prod(t.inner) * ITEM_BYTES[t.dtype] for t in types if isinstance(t, Type))
+    return sum(graph.row_bytes(name) for name in (*work.values(), *work.outputs))
