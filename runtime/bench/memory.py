@@ -28,7 +28,8 @@ from pagec.runtime.sequence import Sequence as TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """See above. Slots are those of one KV group's tokens; `peak_` the most of any step."""
+    """See above. Slots are those of one KV group's tokens; `peak_` the most of any step. `mean_run`: blocks
+    of a table that are neighbours, `fragmentation`: 1 - longest free run / free; both averaged over steps."""
 
     waste: float
     static_waste: float
@@ -36,6 +37,8 @@ class MemoryFigures:
     static_slots: int
     steps: int
     preemptions: int
+    mean_run: float
+    fragmentation: float
     shared_blocks: int
     unshared_blocks: int
     blocks_saved: float
@@ -72,6 +75,7 @@ def measure_memory(program: Program, num_blocks: int | None = None) -> MemoryFig
     pool = _Pool(program, num_blocks)
     pool.add(doubled_trace(program.vocab))
     size, waste, static_waste = program.kv.block_size, [], []
+    runs, fragmentation = [], []
     peak = static_peak = 0
     while pool.loop.has_work:
         pool.loop.step()
@@ -83,6 +87,8 @@ def measure_memory(program: Program, num_blocks: int | None = None) -> MemoryFig
         static = len(running) * program.max_len * pool.num_groups
         waste.append(unwritten / held)
         static_waste.append((static - written) / static)
+        runs.append(pool.blocks.mean_run())
+        fragmentation.append(pool.blocks.fragmentation())
         peak, static_peak = max(peak, held), max(static_peak, static)
     shared, unshared = (_peak_blocks(program, cache) for cache in (True, False))
     return MemoryFigures(
@@ -92,6 +98,8 @@ def measure_memory(program: Program, num_blocks: int | None = None) -> MemoryFig
         static_peak,
         len(waste),
         pool.scheduler.num_preemptions,
+        round(float(np.mean(runs)), 2),
+        round(float(np.mean(fragmentation)), 4),
         shared,
         unshared,
         round(1 - shared / unshared, 4),

@@ -76,6 +76,8 @@ def test_few_slots_wait_for_tokens(windows: tuple[int | None, ...]) -> None:
     assert figures.static_waste > 0.4
     assert figures.blocks_saved >= 0.6
     assert figures.peak_slots < figures.static_slots
+    assert figures.mean_run > 1  # tables go on where they are, most of the time
+    assert 0 <= figures.fragmentation < 1
     longest = max(2 * output for _, output in throughput_lengths())
     assert figures.steps > longest
 
