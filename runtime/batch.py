@@ -6,7 +6,8 @@ seq_lens[S]                   a sequence's length after this step's tokens
 slot_mapping[group][T]        where a token's keys and values go: block * block_size + offset
 block_tables[group][S, B]     a sequence's blocks, B as many as the longest has; unused entries name block 0
 tiles[n, 2]                   attention's work items: (sequence in the batch, first row of its chunk)
-logit_rows[n]                 rows of `tokens` whose logits are wanted, ascending
+logit_rows[n]                 rows of `tokens` whose logits are wanted, ascending; one from which several
+                              choices are drawn comes as often
 copies[n, 2]                  (source, target) of blocks to be copied before the step, one after the other
 
 A token -1 - r is the one that logit row r of the step before chooses.
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagec.compiler.program import Program
-from pagec.runtime.sampler import GREEDY, Row, SamplingInputs, sampling_inputs
+from pagec.runtime.sampler import GREEDY, Processors, Row, SamplingInputs, sampling_inputs
 from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Sequence
 
@@ -32,7 +33,8 @@ I32 = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step; see above. `want_logits`: the logits themselves are wanted, not only their argmax.
-    `sampling`: what the logit rows ask for, if it is more than the argmax."""
+    `sampling`: what the logit rows ask for, if it is more than the argmax. `processors`: by logit row,
+    functions of this process that change its logits, and the output that they are told."""
 
     tokens: I32
     positions: I32
@@ -45,6 +47,7 @@ class Batch:
     copies: I32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     want_logits: bool = False
     sampling: SamplingInputs | None = None
+    processors: Processors = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +60,7 @@ class Batch:
 
 def build_batch(entries: Items[Entry], program: Program, copies: Items[tuple[int, int]] = ()) -> Batch:
     """The batch of a schedule; `copies` as from BlockManager.take_copies."""
-    requests, sequences, first, num_tokens, num_logits = zip(*entries, strict=True)
+    requests, sequences, first, num_tokens, num_logits, num_draws = zip(*entries, strict=True)
     starts, counts = _column(first), _column(num_tokens)
     query_start = np.zeros(len(entries) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
@@ -77,10 +80,11 @@ def build_batch(entries: Items[Entry], program: Program, copies: Items[tuple[int
         slot_mapping=tuple(table[owner, block] * size + offset for table in tables),
         block_tables=tables,
         tiles=_tiles(starts, counts, program.query_tile),
-        logit_rows=_last_rows(query_start, _column(num_logits)),
+        logit_rows=_logit_rows(query_start, _column(num_logits), _column(num_draws)),
         copies=_column([block for pair in copies for block in pair]).reshape(-1, 2),
         want_logits=any(request.needs_logits for request in requests),
         sampling=_sampling(entries, program.vocab),
+        processors=_processors(entries),
     )
 
 
@@ -89,12 +93,28 @@ def _sampling(entries: Items[Entry], vocab: int) -> SamplingInputs | None:
     if all(entry.sequence.sampler is None for entry in entries):
         return None
     rows: list[Row] = []
-    for _, sequence, start, count, num_logits in entries:
-        rows += [GREEDY] * num_logits
+    for request, sequence, start, count, num_logits, num_draws in entries:
         end = start + count
+        samplers = request.samplers if num_draws > 1 else (sequence.sampler,)
         if num_logits and sequence.sampler is not None and sequence.tokens[end] < 0:
-            rows[-1] = sequence.sampler.row(sequence.tokens, end)
+            rows += [GREEDY] * (num_logits - num_draws)
+            rows += [sampler.row(sequence.tokens, end) for sampler in samplers if sampler is not None]
+        else:
+            rows += [GREEDY] * num_logits
     return sampling_inputs(rows, vocab)
+
+
+def _processors(entries: Items[Entry]) -> Processors:
+    """The functions for the rows that choose a token of a request that has any."""
+    if not any(entry.request.logits_processors for entry in entries):
+        return {}
+    found, row = {}, 0
+    for request, sequence, start, count, num_logits, num_draws in entries:
+        row += num_logits
+        if request.logits_processors and num_logits and sequence.tokens[start + count] < 0:
+            output = sequence.tokens[sequence.num_prompt : start + count]
+            found.update(dict.fromkeys(range(row - num_draws, row), (request.logits_processors, output)))
+    return found
 
 
 def _column(values: Items[int]) -> I32:
@@ -124,10 +144,13 @@ def _block_table(tables: Items[array[int]]) -> I32:
     return np.frombuffer(flat, np.int32).reshape(len(tables), width)
 
 
-def _last_rows(query_start: I32, counts: I32) -> I32:
-    """The last counts[i] rows of each sequence i."""
+def _logit_rows(query_start: I32, counts: I32, draws: I32) -> I32:
+    """The last rows of each sequence i, counts[i] of them, the very last one draws[i] times."""
     ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
-    return _ramp(counts, ends) + np.repeat(query_start[1:] - counts, counts)
+    rows = _ramp(counts, ends) + np.repeat(query_start[1:] - counts + draws - 1, counts)
+    if draws.max() == 1:
+        return rows
+    return np.minimum(rows, np.repeat(query_start[1:] - 1, counts))
 
 
 def _tiles(starts: I32, counts: I32, height: int) -> I32:

@@ -8,27 +8,37 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import RequestError
 from pagec.runtime.batch import Batch, build_batch
+from pagec.runtime.beam import BeamSearch, BeamSearchParams
 from pagec.runtime.block_manager import BlockManager
 from pagec.runtime.device import Device
 from pagec.runtime.device.cpu import CpuDevice
 from pagec.runtime.generation import GenerationDefaults
 from pagec.runtime.kv_setup import measure_cost, open_tiers
 from pagec.runtime.kv_swap import HostSwapper
-from pagec.runtime.loop import Loop, RequestOutput
+from pagec.runtime.loop import Loop, TokenOutput
 from pagec.runtime.policies import Policy, make_policy
 from pagec.runtime.preemption import PreemptionCost
 from pagec.runtime.runner import Runner
-from pagec.runtime.sampler import Sampler, draw_seed
+from pagec.runtime.sampler import Grammar, Sampler, draw_seed
 from pagec.runtime.sampling import SamplingParams
 from pagec.runtime.scheduler import Clock, Entry, Limits, Scheduler
-from pagec.runtime.sequence import CommitHook, Request
+from pagec.runtime.sequence import CommitHook, FinishReason, Request
 from pagec.runtime.trace import NO_TRACE, Trace
 from pagec.runtime.weights import WeightsMemory
+
+GREEDY_PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+class ForkingGrammar(Protocol):
+    """A grammar at its beginning (grammar.py)."""
+
+    def fork(self) -> Grammar:
+        """One for a choice of its own."""
 
 
 class Engine:
@@ -89,7 +99,7 @@ class Engine:
         limits_bytes = {n: t.limit_bytes for n, t in self.tiers.stats().items()} if self.tiers else {}
         self.ledger = replace(self.runner.ledger, kv_tiers=limits_bytes)
         rows = min(program.capacity.S, max_seqs or program.capacity.S)
-        limits = Limits(program.capacity.T, rows, program.max_len, prefill_chunk)
+        limits = Limits(program.capacity.T, rows, program.max_len, prefill_chunk, logits=program.capacity.R)
         windows = [group.window for group in program.kv.groups]
         blocks = BlockManager(
             self.runner.num_blocks,
@@ -113,7 +123,6 @@ class Engine:
             self.runner,
             self._prepare,
             vocab=program.vocab,
-            eos_token_ids=self.eos_token_ids,
             depth=depth,
             wait=self.tiers.wait if self.tiers else lambda: None,
         )
@@ -138,74 +147,125 @@ class Engine:
         prompt: Sequence[int],
         max_tokens: int | None = None,
         *,
-        ignore_eos: bool = False,
+        params: SamplingParams | None = None,
+        ignore_eos: bool | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: ForkingGrammar | None = None,
+        beam: BeamSearchParams | None = None,
         want_logits: bool = False,
         prompt_logits: bool = False,
-        want_logprobs: bool = False,
         salt: str = "",
         priority: int = 0,
         ttft_s: float | None = None,
         token_s: float | None = None,
         width: int = 1,
         on_commit: CommitHook | None = None,
-        params: SamplingParams | None = None,
+        hook_logits: bool = False,
     ) -> Request:
         """Queues a request; RequestError if it is invalid or could never run.
 
-        `max_tokens` None: as many as the model's length leaves. `want_logits` keeps the logits of each
-        generated token in `request.logits`, `prompt_logits` those of every prompt position as well;
-        `want_logprobs` keeps the log probabilities of generated tokens in the sequences' `logprobs`.
-        `params` says how tokens are chosen (greedily if not given); when they end is said by `max_tokens` and
-        `ignore_eos` here. The rest as in Request.
+        `params`: how tokens are chosen (greedily if not given) and when they end; what concerns text (stop
+        strings, echo) is for whoever reads the tokens. `max_tokens` and `ignore_eos`, if given, stand in
+        place of theirs; without any, there are as many tokens as the model's length leaves. `bad_words` are
+        the tokens of params.bad_words, `grammar` is what params.structured_outputs says. `beam`, in place of
+        `params`: a beam search, whose results are in `request.hypotheses`. `want_logits` keeps the logits of
+        each generated token in `request.logits`, `prompt_logits` those of every prompt position as well. The
+        rest as in Request.
         """
-        if not prompt:
-            raise RequestError("is empty", place="prompt", remedy="give one token at least")
-        for token in prompt:
-            if not 0 <= token < self.program.vocab:
-                raise RequestError(f"token {token} is not in 0..{self.program.vocab - 1}", place="prompt")
+        if beam is not None and params is not None:
+            raise RequestError("means nothing to a beam search", place="params", remedy="give beam alone")
+        params = params or (beam.as_greedy if beam is not None else GREEDY_PARAMS)
+        self._check_prompt(prompt)
         if max_tokens is None:
-            max_tokens = max(self.program.max_len - len(prompt), 1)
+            max_tokens = params.max_tokens or max(self.program.max_len - len(prompt), 1)
         if max_tokens < 1:
             raise RequestError(f"{max_tokens} is less than 1", place="max_tokens")
         for name, seconds in (("ttft_s", ttft_s), ("token_s", token_s)):
             if seconds is not None and not 0 < seconds < math.inf:
                 raise RequestError(f"{seconds} is no number of seconds", place=name)
+        params.check(vocab=self.program.vocab, max_choices=self.scheduler.limits.max_rows)
+        ignores = params.ignore_eos if ignore_eos is None else ignore_eos
+        seed = draw_seed() if params.seed is None else params.seed
+        ends = frozenset() if ignores else self.eos_token_ids
+        if beam is not None:
+            beam.check(max_choices=self.scheduler.limits.max_rows)
+            width, hook_logits, on_commit = beam.beam_width, True, BeamSearch(beam, max_tokens, ends)
+            ends = frozenset()  # end beams, not sequences
         request = Request(
             next(self._ids),
             list(prompt),
             max_tokens,
             len(self.program.kv.groups),
-            ignore_eos=ignore_eos,
-            want_logits=want_logits,
-            prompt_logits=prompt_logits,
-            want_logprobs=want_logprobs,
+            eos_token_ids=ends,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            n=params.n,
+            samplers=self._samplers(params, prompt, seed, bad_words, grammar),
+            seed=seed,
+            needs_host=params.needs_host,
+            logits_processors=tuple(params.logits_processors or ()),
             width=width,
             on_commit=on_commit,
+            hook_logits=hook_logits,
+            want_logits=want_logits,
+            prompt_logits=prompt_logits,
+            num_logprobs=params.logprobs,
+            num_prompt_logprobs=params.logprobs if params.echo else params.prompt_logprobs,
             salt=salt,
             priority=priority,
             ttft_s=ttft_s,
             token_s=token_s,
         )
-        if params is not None:
-            _refuse_what_is_to_come(params)
-            params.check(vocab=self.program.vocab, max_choices=self.scheduler.limits.max_rows)
-        if params is not None and params.needs_sampling:
-            seed = draw_seed() if params.seed is None else params.seed
-            request.sequences[0].sampler = Sampler(
-                params, prompt, vocab=self.program.vocab, seed=seed, eos_token_ids=self.eos_token_ids
-            )
         self.scheduler.add(request)
         return request
 
-    def abort(self, request: Request) -> None:
-        """Ends a request in any state; its blocks are free when the steps in flight are done. Idempotent."""
-        self.loop.abort(request)
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise RequestError("is empty", place="prompt", remedy="give one token at least")
+        for token in prompt:
+            if not 0 <= token < self.program.vocab:
+                raise RequestError(f"token {token} is not in 0..{self.program.vocab - 1}", place="prompt")
 
-    def step(self) -> list[RequestOutput]:
+    def _samplers(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        seed: int,
+        bad_words: Sequence[Sequence[int]],
+        grammar: ForkingGrammar | None,
+    ) -> list[Sampler]:
+        """One for each choice; none if each token is the argmax of the model's logits."""
+        if not params.needs_sampling:
+            return []
+        if params.bad_words and not bad_words:
+            raise RequestError("need their tokens", place="bad_words", remedy="see text.bad_word_ids")
+        if (grammar is None) != (params.structured_outputs is None):
+            raise RequestError(
+                "needs a compiled grammar", place="structured_outputs", remedy="see GrammarCompiler"
+            )
+        return [
+            Sampler(
+                params,
+                prompt,
+                vocab=self.program.vocab,
+                seed=seed,
+                choice=choice,
+                eos_token_ids=self.eos_token_ids,
+                bad_words=bad_words,
+                grammar=grammar.fork() if grammar is not None else None,
+            )
+            for choice in range(params.n)
+        ]
+
+    def abort(self, request: Request, choice: int | None = None, reason: FinishReason = "abort") -> None:
+        """Ends a request, or one choice of it, in any state; its blocks are free when the steps in flight are
+        done. Idempotent."""
+        self.loop.abort(request, choice, reason)
+
+    def step(self) -> list[TokenOutput]:
         """Keeps `depth` steps in flight and ends the oldest; what that brought."""
         return self.loop.step()
 
-    def stream(self) -> Iterator[RequestOutput]:
+    def stream(self) -> Iterator[TokenOutput]:
         """Steps until no request is left."""
         return self.loop.stream()
 
@@ -221,26 +281,3 @@ class Engine:
 
     def _prepare(self, entries: Sequence[Entry]) -> Batch:
         return build_batch(entries, self.program, self.scheduler.blocks.take_copies())
-
-
-_PLAIN: Final = SamplingParams()
-# Fields of SamplingParams that nothing carries out yet.
-_TO_COME: Final = (
-    "n",
-    "bad_words",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "logprobs",
-    "prompt_logprobs",
-    "echo",
-    "logits_processors",
-    "structured_outputs",
-)
-
-
-def _refuse_what_is_to_come(params: SamplingParams) -> None:
-    """A parameter that would be passed over is an error."""
-    for name in _TO_COME:
-        if getattr(params, name) != getattr(_PLAIN, name):
-            raise RequestError("is not supported yet", place=name, remedy="leave it out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -13,13 +13,13 @@ import numpy.typing as npt
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.dims import ITEM_BYTES
 from pagec.compiler.errors import ArtifactError, CapacityError
-from pagec.compiler.packing import buffer_to_rows
+from pagec.compiler.packing import buffer_to_rows, rows_to_buffer
 from pagec.compiler.program import Launch, RowCount
 from pagec.runtime.batch import I32, Batch
 from pagec.runtime.device import Device, KernelCall, Prepared
 from pagec.runtime.ledger import kv_blocks
 from pagec.runtime.memory import Areas
-from pagec.runtime.sampler import SamplingInputs
+from pagec.runtime.sampler import Processors, SamplingInputs, process_logits
 from pagec.runtime.trace import NO_TRACE, Trace
 from pagec.runtime.weights import WeightsMemory
 
@@ -29,11 +29,13 @@ F32 = npt.NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """For each of a batch's logit rows: its token and, if wanted, the logits [n, vocab]; log probabilities
-    of the tokens where the batch is sampled, 0 of rows that did not ask."""
+    of the tokens where the batch is sampled, 0 of rows that did not ask; and what a row's own logits
+    processors have raised."""
 
     tokens: I32
     logits: F32 | None
     logprobs: F32 | None = None
+    errors: Mapping[int, Exception] = field(default_factory=dict)
 
 
 # Which row count a launch takes, in the order in which `run` gives them.
@@ -76,6 +78,10 @@ class Runner:
         self._calls = calls
         self.body = self.prepare(launch.name for launch in program.body)
         self.head = self.prepare(launch.name for launch in program.head)
+        # The same in two parts: on the logits between them the host may work.
+        draws = [launch.name for launch in program.head if launch.rows == "sampled"]
+        self._to_logits = self.prepare(launch.name for launch in program.head if launch.name not in draws)
+        self._from_logits = self.prepare(draws)
         self.trace: Trace = NO_TRACE
         self._done: deque[StepOutput] = deque()
         self._previous: I32 = np.zeros(0, np.int32)  # the tokens that the last submitted step chose
@@ -153,6 +159,7 @@ class Runner:
     def _run_head(self, batch: Batch) -> StepOutput:
         """The head over the logit rows, R at a time."""
         tokens, logits, logprobs = [], [], []
+        errors: dict[int, Exception] = {}
         sampled = batch.sampling is not None
         for start in range(0, len(batch.logit_rows), self.program.capacity.R):
             rows = batch.logit_rows[start : start + self.program.capacity.R]
@@ -162,17 +169,38 @@ class Runner:
                 if batch.sampling is not None:
                     self.upload_sampling(batch.sampling.chunk(start, start + len(rows)))
                 counts = self.head_counts(len(rows), batch.want_logits, sampled)
-                self._launch(self.head, self.program.head, counts)
+                if batch.processors:
+                    self._to_logits.run(*counts)
+                    original, found = self._process(batch.processors, start, len(rows))
+                    errors |= found
+                    self._from_logits.run(*counts)
+                    logits += [original] if batch.want_logits else []
+                else:
+                    self._launch(self.head, self.program.head, counts)
+                    logits += [self._read_logits(len(rows))] if batch.want_logits else []
             tokens.append(self._read("sampling.token" if sampled else "argmax", len(rows)))
             if sampled:
                 logprobs.append(self._read("sampling.logprob", len(rows)))
-            if batch.want_logits:
-                logits.append(self._read("logits", len(rows)))
         return StepOutput(
             np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
             np.concatenate(logits) if logits else None,
             np.concatenate(logprobs) if logprobs else None,
+            errors,
         )
+
+    def _read_logits(self, num_rows: int) -> F32:
+        return self._read("logits", num_rows).view(np.float32)
+
+    def _process(self, processors: Processors, start: int, count: int) -> tuple[F32, dict[int, Exception]]:
+        """Lets the host change `count` rows of logits, from logit row `start` of the step on; what they were
+        before, and what its functions have raised."""
+        logits = self._read_logits(count)
+        mine = {row - start: job for row, job in processors.items() if start <= row < start + count}
+        changed = logits.copy()
+        errors = process_logits(mine, changed)
+        memory = self.memory.buffers[self.memory.outputs["logits"].name]
+        self._device.upload(memory, rows_to_buffer(changed, "f32"))
+        return logits, {start + row: error for row, error in errors.items()}
 
     def upload_logit_rows(self, rows: I32) -> None:
         """Puts the rows of a head chunk where kernels read them."""

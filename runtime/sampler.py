@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pagec.compiler.errors import RequestError
 from pagec.compiler.sampling import MAX_BIASES, NUM_WORDS, Words, mask_words
 from pagec.runtime.logprobs import log_total
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling import LogitsProcessor, SamplingParams
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
@@ -43,10 +43,24 @@ class Row(NamedTuple):
     mask: I32 | None = None
 
 
+class Grammar(Protocol):
+    """What a choice's text has to be (grammar.py)."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete: nothing but the end may follow."""
+
+    def mask(self) -> I32 | None:
+        """Packed bits of the tokens that may come next (compiler/sampling.py); None: all."""
+
+    def accept(self, token: int) -> None:
+        """Takes the next token; RequestError if it may not come."""
+
+
 class Sampler:
     """Chooses the tokens of one choice. Its numbers depend on (seed, choice, position) alone.
 
-    `bad_words` as token ids. `mask` may be set for each token: packed bits of those that a grammar allows.
+    `bad_words` as token ids; `grammar`: this choice's own.
     """
 
     def __init__(
@@ -59,10 +73,12 @@ class Sampler:
         choice: int = 0,
         eos_token_ids: Collection[int] = (),
         bad_words: Iterable[Sequence[int]] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         params.check(vocab=vocab, max_choices=params.n)  # the kernel writes where tokens say
         self.params = params
-        self.mask: I32 | None = None
+        self._grammar = grammar
+        self._mask = None if grammar is None else grammar.mask()
         self._num_prompt = len(prompt)
         self._vocab = vocab
         self._bad_words = tuple(tuple(word) for word in bad_words if all(0 <= t < vocab for t in word))
@@ -92,9 +108,17 @@ class Sampler:
         seen, mask = _NO_EDITS, self._allowed
         if self.params.has_penalties:
             seen = self._seen.update(tokens, self._num_prompt, end)
-        if self.mask is not None:
-            mask = self.mask if mask is None else mask & self.mask
+        if self._mask is not None:
+            mask = self._mask if mask is None else mask & self._mask
         return Row(words, biases, seen, mask)
+
+    def accept(self, token: int) -> bool:
+        """Takes note of the token that was chosen; whether the text is complete with it."""
+        if self._grammar is None:
+            return False
+        self._grammar.accept(token)
+        self._mask = self._grammar.mask()
+        return self._grammar.is_done
 
     def _biases(self, tokens: Sequence[int], end: int) -> I32:
         parts = [self._bias] if len(self._bias) else []
@@ -151,7 +175,7 @@ def _words(params: SamplingParams, seed: int, choice: int) -> I32:
     words[Words.TOP_K] = min(params.top_k, np.iinfo(np.int32).max)
     words[[Words.SEED, Words.SEED_HIGH]] = np.array([seed % 2**64], np.uint64).view(np.int32)
     words[Words.CHOICE] = choice
-    words[Words.FLAGS] = params.logprobs is not None
+    words[Words.FLAGS] = params.logprobs == 0
     return words
 
 
@@ -225,10 +249,12 @@ def sampling_inputs(rows: Sequence[Row], vocab: int) -> SamplingInputs:
     )
 
 
-def process_logits(
-    processors: Mapping[int, tuple[Sequence[Any], list[int]]], logits: F32
-) -> dict[int, Exception]:
-    """Runs logits processors on rows of logits[n, vocab], in place; row -> (its processors, output so far).
+# By logit row: logits processors, and the output so far.
+Processors = Mapping[int, tuple[Sequence[LogitsProcessor], list[int]]]
+
+
+def process_logits(processors: Processors, logits: F32) -> dict[int, Exception]:
+    """Runs logits processors on rows of logits[n, vocab], in place.
 
     What a processor raises is given back for its row, and the others go on: the fault is one request's.
     """
@@ -254,10 +280,10 @@ def process_logits(
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of a token, and its rank among all (the likeliest has 1)."""
+    """The log probability of a token, and its rank among all (the likeliest has 1) if it was looked for."""
 
     logprob: float
-    rank: int
+    rank: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +295,7 @@ class TokenLogprobs:
     top: dict[int, Logprob] = field(default_factory=dict)
 
 
-def token_logprobs(logits: F32, tokens: I32, count: int) -> list[TokenLogprobs]:
+def token_logprobs(logits: F32, tokens: Iterable[int], count: int) -> list[TokenLogprobs]:
     """For rows of logits[n, vocab] the log probability of each row's token and its `count` likeliest ones.
 
     In float64, the row's greatest logit taken out first. Of equal logits the first token counts as the

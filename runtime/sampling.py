@@ -281,7 +281,7 @@ class SamplingParams:
             or self.has_penalties
             or self.needs_host
             or self.min_tokens > 0
-            or self.logprobs is not None
+            or self.logprobs == 0
             or bool(self.logit_bias)
             or self.allowed_token_ids is not None
         )

@@ -45,7 +45,8 @@ _RUNNING: Final = Status.RUNNING
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a step and a sequence may hold. `prefill_chunk`: most prompt tokens of a sequence in a step;
-    `prefill_least`, `prefill_most`: the prompts' share of a step's tokens, see above."""
+    `prefill_least`, `prefill_most`: the prompts' share of a step's tokens, see above; `logits`: the logit
+    rows of a step beyond which no request gets those of its prompt."""
 
     tokens: int
     sequences: int
@@ -53,6 +54,7 @@ class Limits:
     prefill_chunk: int | None = None
     prefill_least: float = 0.25
     prefill_most: float = 1.0
+    logits: int = 64
 
     @property
     def max_rows(self) -> int:
@@ -61,13 +63,15 @@ class Limits:
 
 
 class Entry(NamedTuple):
-    """A sequence's part of a step: `num_tokens` from position `start`, logits of the last `num_logits`."""
+    """A sequence's part of a step: `num_tokens` from position `start`, and `num_logits` logit rows: one for
+    each of the last tokens, but `num_draws` for the very last one, each of which chooses a token."""
 
     request: Request
     sequence: Sequence
     start: int
     num_tokens: int
     num_logits: int
+    num_draws: int = 1
 
     @property
     def token_ids(self) -> list[int]:
@@ -116,6 +120,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request waits, runs, or is being copied."""
         return bool(self.running or self.waiting or self._copying)
+
+    def is_beyond_the_pool(self, request: Request) -> bool:
+        """Whether a request's keys and values are in host memory, or on the way to or from there."""
+        return request.is_swapped or request in self._copying
 
     # ------------------------------------------------------------------------------ requests
 
@@ -167,12 +175,13 @@ class Scheduler:
         if not sequence.num_in_flight:
             self.room.release([sequence])
 
-    def fork(self, request: Request, fork: Fork) -> Sequence:
-        """Adds a sequence to a request; they share all blocks until one writes."""
+    def fork(self, request: Request, fork: Fork, num_leaving: int = 0) -> Sequence:
+        """Adds a sequence to a request; they share all blocks until one writes. `num_leaving`: so many of its
+        sequences are about to be dropped."""
         parent = request.sequences[fork.parent]
         if parent.finish_reason is not None:
             raise RequestError(f"sequence {fork.parent} has ended", place="fork")
-        if sum(s.finish_reason is None for s in request.sequences) >= request.width:
+        if sum(s.finish_reason is None for s in request.sequences) - num_leaving >= request.width:
             raise RequestError(f"more than {request.width} sequences at once", place="fork")
         child = Sequence(
             [*parent.tokens[:-1], fork.token],
@@ -184,6 +193,8 @@ class Scheduler:
             num_scheduled=parent.num_scheduled,
             logprobs=list(parent.logprobs),
         )
+        if request.samplers:
+            child.sampler = request.samplers[len(request.sequences)]
         self.blocks.fork(parent, child)
         request.sequences.append(child)
         return child
@@ -225,7 +236,7 @@ class Scheduler:
         before, row = self.num_preemptions, 0
         new = tuple.__new__  # half the time of calling the class
         for request in self.running:
-            if request.width > 1 or request.on_commit is not None:
+            if request.is_group:
                 row = self._schedule_group(entries, prompts, request, row)
                 continue
             sequence = request.sequences[0]
@@ -238,7 +249,7 @@ class Scheduler:
                 continue  # preempted a moment ago
             if start >= sequence.num_slots and not self._make_room(request, (sequence,)):
                 continue
-            entries.append(new(Entry, (request, sequence, start, 1, 1)))
+            entries.append(new(Entry, (request, sequence, start, 1, 1, 1)))
             row += 1
             tokens.append(-row)
             start += 1
@@ -255,12 +266,12 @@ class Scheduler:
     ) -> int:
         """As above for a request of several sequences; those with a hook advance together or not at all."""
         pending = [s.num_pending for s in request.sequences]
-        if request.on_commit is not None and request.is_in_flight:
-            return row
         if any(count > 1 for count in pending):
             prompts.append(request)
             if request.on_commit is not None:
                 return row
+        if request.waits and request.is_in_flight:
+            return row
         ready = [s for s, count in zip(request.sequences, pending, strict=True) if count == 1]
         if request.status is _RUNNING and self._make_room(request, ready):
             self._num_logits = row
@@ -280,6 +291,9 @@ class Scheduler:
         for sequence in request.sequences:
             pending = sequence.num_pending
             count = min(pending - held, budget - used, self.limits.prefill_chunk or budget)
+            if sequence.next_logit < sequence.num_prompt - 1:
+                before = max(sequence.next_logit - sequence.num_scheduled, 0)
+                count = min(count, before + max(self.limits.logits - self._num_logits, 1))
             if count > 0 and pending >= least and self.room.grow(sequence, sequence.num_scheduled + count):
                 self._enter(entries, request, sequence, count)
                 used += count
@@ -290,7 +304,8 @@ class Scheduler:
         start = sequence.num_scheduled
         end = start + count
         num_logits = min(max(end - sequence.next_logit, 0), count)
-        entries.append(Entry(request, sequence, start, count, num_logits))
+        num_draws = 1 if end < len(sequence.tokens) or request.is_forked else request.n
+        entries.append(Entry(request, sequence, start, count, num_logits + num_draws - 1, num_draws))
         self._num_logits += num_logits
         sequence.num_scheduled = end
         sequence.num_in_flight += 1
@@ -300,6 +315,7 @@ class Scheduler:
             sequence.tokens.append(-self._num_logits)
             if end + 1 == sequence.max_len:
                 sequence.num_scheduled += 1
+        self._num_logits += num_draws - 1
 
     # ------------------------------------------------------------------------------- waiting
 
@@ -373,6 +389,8 @@ class Scheduler:
         """Puts a request that has its blocks to work; the tokens used."""
         request.status = Status.RUNNING
         request.is_shielded = request.num_preemptions > 0
+        if request.scheduled_at is None:
+            request.scheduled_at = self.clock()
         self._num_rows += request.width
         if request.is_swapped:
             request.is_swapped = False

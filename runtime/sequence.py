@@ -8,9 +8,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pagec.runtime.prefix_index import KvState
+
+if TYPE_CHECKING:
+    from pagec.runtime.sampler import Sampler, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -34,9 +37,10 @@ class Sequence:
     own.
 
     While a step in flight computes the next token, `tokens` ends in a placeholder, -1 - r: what logit row r
-    of that step gives. `sampler` (sampler.py) chooses its tokens, or the greatest
-    logit does. `num_in_flight`: steps in flight that use its blocks. Of `max_len` tokens the last one
-    is never fed back: the sequence then counts as computed.
+    of that step gives. `sampler` chooses its tokens, or the greatest logit does. `num_in_flight`: steps in
+    flight that use its blocks. Of `max_len` tokens the last one is never fed back: the sequence then counts
+    as computed. `ends_as`: why it shall end with its next token, whichever that is; `stop_reason`: which of
+    the request's stop tokens has ended it, if one has.
     """
 
     tokens: list[int]
@@ -49,8 +53,10 @@ class Sequence:
     num_slots: int = 0
     num_in_flight: int = 0
     finish_reason: FinishReason | None = None
-    logprobs: list[float] = field(default_factory=list)
-    sampler: Any = None
+    ends_as: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sampler: Sampler | None = None
     kv: KvState = field(default_factory=KvState)
 
     def __len__(self) -> int:
@@ -86,39 +92,56 @@ class Changes(NamedTuple):
     drops: Items[int] = ()
 
 
-# Sees a request and the token that each of its unfinished sequences has just got.
-CommitHook = Callable[["Request", list[int]], Changes]
+# Sees a request, the token that each of its unfinished sequences has just got and, if the request has
+# `hook_logits`, the logits float32 [sequences, vocab] that these were chosen from.
+CommitHook = Callable[["Request", list[int], Any], Changes]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """What a user asked for. Its sequences are scheduled, preempted and aborted together.
 
-    `logits` collects float32 arrays [n, vocab] in order of position, if they are wanted: those of every
-    prompt position (`prompt_logits`), and those that each generated token was chosen from.
-    `want_logprobs`: each sequence collects the log probability of each token that it generated.
+    A sequence ends at `max_tokens`, or with a token of `eos_token_ids` or `stop_token_ids`.
+    `n` choices fork when the prompt is computed; `samplers` has one for each choice, or is empty: greedy.
+    `needs_host`: the host must know a token before the next can be chosen; `logits_processors` then change
+    what it is chosen from.
 
     `width`: the most sequences that it may have at once; `on_commit` decides after each step which of them
     fork and which end. Such a request is scheduled only when all its earlier steps are committed, and its
     sequences advance in step.
 
+    `logits` collects float32 arrays [n, vocab] in order of position, if they are wanted: those of every
+    prompt position (`prompt_logits`), and those that each generated token was chosen from.
+    `num_logprobs`: each sequence collects the log probability of each of its tokens, and so many likeliest
+    ones; `num_prompt_logprobs`: likewise `prompt_logprobs` for the prompt's, of which the first has none.
+    `hypotheses`: what a beam search has found, the best first.
+
     Only requests of the same `salt` find each other's keys and values in the cache.
     `ttft_s` and `token_s`: seconds within which the first and each further token should come. Times are
     those of the engine's clock; `key` is the place in the policy's order, the lowest comes first.
-    `is_plain`: one sequence, and nothing but its tokens is wanted. `is_shielded`: it was preempted, and must
-    not be again before it has emitted a token.
+    `is_plain`: one sequence, and nothing but its tokens is wanted; `is_group`: its sequences cannot be
+    scheduled each by itself. `is_shielded`: it was preempted, and must not be again before it has emitted a
+    token.
     """
 
     id: int
     prompt: Items[int]
     max_tokens: int
     num_groups: int
-    ignore_eos: bool = False
-    want_logits: bool = False
-    prompt_logits: bool = False
-    want_logprobs: bool = False
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    n: int = 1
+    samplers: Items[Sampler] = ()
+    seed: int | None = None
+    needs_host: bool = False
+    logits_processors: Items[Callable[[list[int], Any], Any]] = ()
     width: int = 1
     on_commit: CommitHook | None = None
+    hook_logits: bool = False
+    want_logits: bool = False
+    prompt_logits: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     salt: str = ""
     priority: int = 0
     ttft_s: float | None = None
@@ -127,6 +150,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     arrival: float = 0.0
+    scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
     key: float = 0.0
@@ -135,16 +159,26 @@ class Request:
     num_cached_tokens: int = 0
     is_shielded: bool = False
     is_swapped: bool = False
+    ends: frozenset[int] = field(init=False)
+    is_group: bool = field(init=False)
     is_plain: bool = field(init=False)
     sequences: list[Sequence] = field(init=False)
     logits: list[Any] = field(init=False, default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(init=False, default_factory=list)
+    hypotheses: list[Any] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        self.ends = self.eos_token_ids | self.stop_token_ids
         self.want_logits = self.want_logits or self.prompt_logits
-        self.is_plain = self.width == 1 and self.on_commit is None and not self.needs_logits
-        first = 0 if self.prompt_logits else len(self.prompt) - 1
+        self.width = max(self.width, self.n)
+        self.is_group = self.width > 1 or self.on_commit is not None or self.needs_host
+        self.is_plain = not self.is_group and not self.needs_logits and self.num_logprobs is None
         tables = [array("i") for _ in range(self.num_groups)]
-        self.sequences = [Sequence(list(self.prompt), len(self.prompt), first, tables, self.max_len)]
+        first = 0 if self.wants_prompt else len(self.prompt) - 1
+        sampler = self.samplers[0] if self.samplers else None
+        self.sequences = [
+            Sequence(list(self.prompt), len(self.prompt), first, tables, self.max_len, sampler=sampler)
+        ]
 
     @property
     def output(self) -> list[int]:
@@ -152,9 +186,24 @@ class Request:
         return self.sequences[0].output
 
     @property
-    def logprobs(self) -> list[float]:
+    def logprobs(self) -> list[TokenLogprobs]:
         """The log probabilities of the first choice's tokens."""
         return self.sequences[0].logprobs
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the logits of all prompt positions are wanted."""
+        return self.prompt_logits or self.num_prompt_logprobs is not None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether all its choices exist."""
+        return len(self.sequences) >= self.n
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next tokens can be scheduled only when those before are known."""
+        return self.on_commit is not None or self.needs_host or not self.is_forked
 
     @property
     def is_in_flight(self) -> bool:
@@ -163,8 +212,9 @@ class Request:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether a step shall bring back the logits themselves."""
-        return self.want_logits or self.want_logprobs
+        """Whether a step shall bring back the logits themselves. A token's own log probability alone comes
+        from the sampling kernel."""
+        return self.want_logits or self.wants_prompt or self.hook_logits or bool(self.num_logprobs)
 
     @property
     def max_len(self) -> int:

@@ -7,7 +7,8 @@ ignored.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ class DryOutput:
 
     logits: Any = None
     logprobs: None = None
+    errors: Mapping[int, Exception] = MappingProxyType({})
 
     def __init__(self, rng: np.random.Generator, num_rows: int) -> None:
         self.tokens = rng.integers(0, VOCAB, num_rows, np.int32)

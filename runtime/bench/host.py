@@ -61,7 +61,7 @@ def measure_host(num_sequences: int, policy: str = "fcfs", steps: int = STEPS) -
     rng = np.random.default_rng(0)
     for number in range(num_sequences):
         tokens = rng.integers(0, VOCAB, PROMPT).tolist()
-        scheduler.add(Request(number, tokens, num_tokens, 1, ignore_eos=True))
+        scheduler.add(Request(number, tokens, num_tokens, 1))
     while any(request.num_emitted == 0 for request in (*scheduler.running, *scheduler.waiting)):
         loop.step()
     clock = _PartsClock()

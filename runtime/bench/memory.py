@@ -63,7 +63,7 @@ class _Pool:
 
     def add(self, asks: Iterable[Ask]) -> None:
         for number, ask in enumerate(asks):
-            request = Request(number, ask.prompt, ask.max_tokens, self.num_groups, ignore_eos=True)
+            request = Request(number, ask.prompt, ask.max_tokens, self.num_groups)
             self.scheduler.add(request)
 
     def sequences(self) -> list[TokenSequence]:

@@ -55,7 +55,7 @@ class Accelerator:
 def work_of(entries: Sequence[Entry]) -> tuple[int, int, int]:
     """Tokens, keys read and (query, key) pairs of a step."""
     tokens = keys = pairs = 0
-    for _, _, start, count, _ in entries:
+    for _, _, start, count, *_ in entries:
         tokens += count
         keys += start + count
         pairs += count * start + count * (count + 1) // 2

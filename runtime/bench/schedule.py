@@ -59,7 +59,6 @@ class Case:
             self.prompt,
             self.max_tokens,
             1,
-            ignore_eos=True,
             priority=0 if self.is_interactive else 2,
             ttft_s=self.ttft_s,
             token_s=0.1 if self.is_interactive else 0.5,

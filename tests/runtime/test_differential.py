@@ -23,8 +23,12 @@ from pagec.runtime.kv_tiers import Tiers
 from pagec.runtime.loop import Loop
 from pagec.runtime.policies import POLICIES
 from pagec.runtime.preemption import PreemptionCost
+from pagec.runtime.sampling import SamplingParams
 from pagec.runtime.scheduler import Limits, Scheduler
 from pagec.runtime.sequence import Request
+
+# Greedy, with the log probabilities of the tokens.
+TOP_1 = SamplingParams(temperature=0.0, logprobs=1, max_tokens=None)
 
 NUM_WORKLOADS = int(os.environ.get("PAGEC_WORKLOADS", "1000"))
 POOL = 64
@@ -68,7 +72,7 @@ def renew(
 def alone(engine: Engine, prompt: tuple[int, ...]) -> Answer:
     """A prompt's answer without anyone else, nor a cache."""
     renew(engine, POOL, Limits(engine.program.capacity.T, 1, 512), "fcfs", 1, cache=False)
-    request = engine.add_request(prompt, OUTPUT, want_logprobs=True)
+    request = engine.add_request(prompt, OUTPUT, params=TOP_1)
     for _ in engine.stream():
         pass
     return request.output, request.logprobs
@@ -110,7 +114,7 @@ def play(
                 engine.add_request(
                     rng.choice(choices),
                     rng.randrange(1, OUTPUT + 1),
-                    want_logprobs=True,
+                    params=TOP_1,
                     priority=rng.randrange(3),
                     salt=rng.choice(("", "", "x")),
                 )

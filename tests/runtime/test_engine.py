@@ -12,7 +12,11 @@ import pytest
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import CapacityError, RequestError
 from pagec.runtime.engine import Engine
+from pagec.runtime.sampling import SamplingParams
 from pagec.runtime.sequence import Changes, Fork, Request
+
+# Greedy, with the log probabilities of the tokens.
+TOP_1 = SamplingParams(temperature=0.0, logprobs=1, max_tokens=None)
 
 Toy = Callable[..., Artifact]
 Answer = Callable[[list[int], int], list[int]]
@@ -202,11 +206,11 @@ def test_a_fork_copies_its_last_block_when_it_writes(
     engine.runner.fill_kv_with_nan()
     prompt = list(range(20))
 
-    def fork(request: Request, tokens: list[int]) -> Changes:
+    def fork(request: Request, tokens: list[int], _logits: object) -> Changes:
         assert tokens == [sequence.tokens[-1] for sequence in request.sequences]
         return Changes([Fork(0, 7)] if len(request.sequences) == 1 else [])
 
-    request = engine.add_request(prompt, 20, width=2, on_commit=fork, want_logprobs=True)
+    request = engine.add_request(prompt, 20, width=2, on_commit=fork, params=TOP_1)
     finish(engine)
     one, two = request.sequences
     assert one.output == toy_answer(prompt, 20)
@@ -214,8 +218,9 @@ def test_a_fork_copies_its_last_block_when_it_writes(
     assert engine.scheduler.blocks.stats().copies == 1
     # The toy's logits are 1 for what it says and 0 else.
     said, other = 1 - math.log(math.e + 49), -math.log(math.e + 49)
-    assert one.logprobs == pytest.approx([said] * 20)
-    assert two.logprobs == pytest.approx([other] + [said] * 19)
+    assert [t.own.logprob for t in one.logprobs] == pytest.approx([said] * 20)
+    assert [t.own.logprob for t in two.logprobs] == pytest.approx([other] + [said] * 19)
+    assert [t.token for t in two.logprobs] == two.output
 
 
 def test_a_prefix_is_computed_once(toy: Toy, device: object, toy_answer: Answer) -> None:

@@ -16,8 +16,12 @@ from pagec.compiler.artifact import Artifact
 from pagec.runtime.engine import Engine
 from pagec.runtime.kv_setup import measure_cost, owner_of
 from pagec.runtime.preemption import PreemptionCost
+from pagec.runtime.sampling import SamplingParams
 from pagec.runtime.sequence import Request
 from pagec.runtime.trace import Recorder
+
+# Greedy, with the log probabilities of the tokens.
+TOP_1 = SamplingParams(temperature=0.0, logprobs=1, max_tokens=None)
 
 Toy = Callable[..., Artifact]
 Answer = Callable[[list[int], int], list[int]]
@@ -146,7 +150,7 @@ def test_cold_blocks_return_from_host_memory(model: Path) -> None:
 def test_requests_swapped_out_go_on_where_they_were(model: Path, host_bytes: int, depth: int) -> None:
     engine = start(model, num_blocks=14 * num_groups(model), kv_host_bytes=host_bytes, cost=SWAP, depth=depth)
     prompts = [[n, *SYSTEM[n : n + 60]] for n in range(6)]
-    requests = [engine.add_request(prompt, 70, want_logprobs=True) for prompt in prompts]
+    requests = [engine.add_request(prompt, 70, params=TOP_1) for prompt in prompts]
     steps = 0
     while engine.has_work:
         engine.step()
@@ -162,7 +166,7 @@ def test_requests_swapped_out_go_on_where_they_were(model: Path, host_bytes: int
     assert host.used_bytes == 0
     alone = start(model)
     for prompt, request in zip(prompts, requests, strict=False):
-        expected = alone.add_request(prompt, 70, want_logprobs=True)
+        expected = alone.add_request(prompt, 70, params=TOP_1)
         for _ in alone.stream():
             pass
         assert (request.output, request.logprobs) == (expected.output, expected.logprobs)

@@ -24,13 +24,12 @@ class Engine:
         self.blocks = BlockManager(num_blocks, 4)
         self.runner = FakeRunner(self.blocks)
         self.scheduler = Scheduler(self.blocks, Limits(16, 4, 64, 6), depth=depth)
-        self.loop = Loop(
-            self.scheduler, self.runner, self.runner.prepare, vocab=VOCAB, eos_token_ids=eos, depth=depth
-        )
+        self.loop = Loop(self.scheduler, self.runner, self.runner.prepare, vocab=VOCAB, depth=depth)
+        self.eos = frozenset(eos)
         self.num_requests = 0
 
     def add(self, prompt: list[int], output: int, **options: Any) -> Request:
-        request = Request(self.num_requests, prompt, output, 1, **options)
+        request = Request(self.num_requests, prompt, output, 1, **{"eos_token_ids": self.eos, **options})
         self.num_requests += 1
         self.scheduler.add(request)
         return request
@@ -81,7 +80,7 @@ def test_an_end_found_late_discards_the_row_in_flight(depth: int) -> None:
     answer = generate([1, 2, 3], 8)
     end = answer[3]
     engine = Engine(depth, eos=[end])
-    request, other = engine.add([1, 2, 3], 8), engine.add([4], 8, ignore_eos=True)
+    request, other = engine.add([1, 2, 3], 8), engine.add([4], 8, eos_token_ids=frozenset())
     engine.finish()
     assert request.output == answer[: answer.index(end) + 1]
     assert request.finish_reason == "stop"
@@ -150,7 +149,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(depth: int, where: str) 
 
 def scripted(actions: dict[int, Changes]) -> CommitHook:
     """Changes by the number of tokens that the first sequence has generated."""
-    return lambda request, _: actions.get(len(request.sequences[0].output), Changes())
+    return lambda request, *_: actions.get(len(request.sequences[0].output), Changes())
 
 
 def test_forks_share_blocks_until_they_write(depth: int) -> None:
@@ -196,7 +195,7 @@ def test_sequences_may_change_in_the_step_in_which_their_request_was_preempted(n
     """Here in every step: a sequence gives way to its fork, which goes on with the same token."""
     engine = Engine(2, num_blocks)
 
-    def renew(_request: Request, tokens: list[int]) -> Changes:
+    def renew(_request: Request, tokens: list[int], _logits: object) -> Changes:
         return Changes([Fork(0, tokens[0])], [0])
 
     prompt = [1, 2, 3, 4, 5, 6]
@@ -213,7 +212,7 @@ def test_sequences_may_change_in_the_step_in_which_their_request_was_preempted(n
 
 
 def test_a_hook_that_fails_ends_its_request_only(depth: int) -> None:
-    def fail(_request: Request, _tokens: list[int]) -> Changes:
+    def fail(_request: Request, _tokens: list[int], _logits: object) -> Changes:
         raise ValueError("a grammar of nonsense")
 
     engine = Engine(depth)

@@ -48,7 +48,7 @@ def test_words_hold_what_was_asked() -> None:
         repetition_penalty=1.5,
         presence_penalty=-1.0,
         frequency_penalty=0.25,
-        logprobs=3,
+        logprobs=0,
     )
     words = Sampler(params, [1], vocab=VOCAB, seed=-1, choice=2).row([1, 2, 3]).words
     reals = words.view(np.float32)
@@ -126,10 +126,33 @@ def test_masks_are_packed_by_words(allowed: set[int]) -> None:
     assert {t for t in range(VOCAB) if mask[t // 32] >> (t % 32) & 1} == allowed
 
 
+class Alternating:
+    """A grammar of 2, then 3, then the end."""
+
+    def __init__(self) -> None:
+        self.next = [2, 3]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.next
+
+    def mask(self) -> Any:
+        return pack_mask([*self.next[:1], 4], VOCAB)
+
+    def accept(self, token: int) -> None:
+        if token != self.next.pop(0):
+            raise RequestError(f"{token} may not come")
+
+
 def test_a_grammars_mask_narrows_the_allowed_tokens() -> None:
-    chosen = sampler([], allowed_token_ids=[1, 2, 3])
-    chosen.mask = pack_mask([2, 3, 4], VOCAB)
-    assert (chosen.row([]).mask == pack_mask([2, 3], VOCAB)).all()
+    params = SamplingParams(allowed_token_ids=[1, 2, 3])
+    chosen = Sampler(params, [], vocab=VOCAB, seed=0, grammar=Alternating())
+    assert (chosen.row([]).mask == pack_mask([2], VOCAB)).all()
+    assert not chosen.accept(2)
+    assert (chosen.row([2]).mask == pack_mask([3], VOCAB)).all()
+    with pytest.raises(RequestError):
+        chosen.accept(2)
+    assert not Sampler(params, [], vocab=VOCAB, seed=0).accept(5)
 
 
 def rows_of(inputs: SamplingInputs) -> list[tuple[Any, ...]]:

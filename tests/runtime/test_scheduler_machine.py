@@ -107,7 +107,7 @@ class Script:
         self.plan = list(plan)
         self.forced: set[tuple[int, ...]] = set()
 
-    def __call__(self, request: Request, tokens: list[int]) -> Changes:
+    def __call__(self, request: Request, tokens: list[int], _logits: object) -> Changes:
         living = [i for i, s in enumerate(request.sequences) if s.finish_reason is None]
         assert len(tokens) >= len(living)
         action, number = self.plan.pop(0) if self.plan else ("", 0)
@@ -166,14 +166,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             clock=lambda: self.now,
             depth=depth,
         )
-        self.loop = Loop(
-            self.scheduler, self.runner, self.runner.prepare, vocab=VOCAB, eos_token_ids=[3], depth=depth
-        )
+        self.loop = Loop(self.scheduler, self.runner, self.runner.prepare, vocab=VOCAB, depth=depth)
         self.requests: list[Request] = []
         self.scripts: dict[Request, Script] = {}
         self.aborted: dict[Request, int] = {}
         self.num_steps = 0
-        self.emitted: dict[Request, list[int]] = {}
+        self.emitted: dict[tuple[Request, int], list[int]] = {}
+        self.ended: set[TokenSequence] = set()  # by abort, alone
 
     def look(self, step: Step) -> None:
         """No step is larger than it may be."""
@@ -196,6 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_size=8,
         ),
         width=st.integers(1, 3),
+        choices=st.sampled_from([1, 1, 2, 3]),
+        needs_host=st.booleans(),
     )
     def arrive(
         self,
@@ -210,6 +211,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         plan: list[tuple[str, int]] | None,
         width: int,
+        choices: int,
+        needs_host: bool,
     ) -> None:
         for number in range(count):
             script = Script(plan) if plan is not None else None
@@ -218,7 +221,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 [*PREFIXES[prefix][:shared], *own, number],
                 output,
                 len(self.blocks.windows),
-                ignore_eos=ignore_eos,
+                eos_token_ids=frozenset() if ignore_eos else frozenset({3}),
+                n=1 if script else choices,
+                needs_host=needs_host,
                 salt=salt,
                 priority=priority,
                 ttft_s=ttft_s,
@@ -247,6 +252,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.loop.abort(request)
             self.loop.abort(request)
 
+    @rule(number=st.integers(0, 99), choice=st.integers(0, 2))
+    def abort_a_choice(self, number: int, choice: int) -> None:
+        requests = [r for r in self.requests if not r.is_finished and r.on_commit is None and r.is_forked]
+        if requests:
+            request = requests[number % len(requests)]
+            choice %= len(request.sequences)
+            ended = request.sequences[choice].finish_reason
+            self.loop.abort(request, choice)
+            self.loop.abort(request, choice)
+            if ended is None:
+                self.ended.add(request.sequences[choice])
+
     @rule(token=st.none() | st.integers(0, VOCAB - 1))
     def break_a_token(self, token: int | None) -> None:
         self.runner.broken = token
@@ -266,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.swapper:
             self.swapper.tick()
         for output in self.loop.step():
-            self.emitted.setdefault(output.request, []).extend(output.token_ids)
+            self.emitted.setdefault((output.request, output.choice), []).extend(output.token_ids)
         self.blocks.check()
 
     @invariant()
@@ -281,6 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert keys == sorted(keys)
         for request in self.requests:
             assert request.num_preemptions <= request.num_emitted + 1
+            assert len(request.sequences) in (1, request.n) or request in self.scripts
         patience = 2 + (self.swapper.delay + 1 if self.swapper else 0)
         for request, since in self.aborted.items():
             if self.num_steps >= since + patience:
@@ -310,10 +328,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if script is None or tuple(sequence.tokens[: position + 1]) not in script.forced:
                     assert sequence.tokens[position] == says(sequence.tokens[:position])
         if script is None:
-            assert request.output == self.emitted[request]
-            ended = request.output[-1] == 3 and not request.ignore_eos
-            assert ended or len(request.output) == request.max_tokens
-            assert 3 not in request.output[:-1] or request.ignore_eos
+            for number, sequence in enumerate(request.sequences):
+                self.check_choice(request, number, sequence)
+
+    def check_choice(self, request: Request, number: int, sequence: TokenSequence) -> None:
+        """What was emitted is what it is; it went on until its end."""
+        output = sequence.output
+        assert output == self.emitted[request, number]
+        assert not request.ends.intersection(output[:-1])
+        if sequence not in self.ended:
+            ended = output[-1] in request.ends
+            assert sequence.finish_reason == ("stop" if ended else "length")
+            assert ended or len(output) == request.max_tokens
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=100, deadline=None)

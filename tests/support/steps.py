@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ class Part(NamedTuple):
     tokens: list[int]
     start: int
     num_logits: int
+    num_draws: int
     tables: list[list[int]]
 
 
@@ -48,7 +50,9 @@ class Step(NamedTuple):
 
 class Output(NamedTuple):
     tokens: Any
-    logits: Any
+    logits: Any = None
+    logprobs: Any = None
+    errors: Any = MappingProxyType({})
 
 
 class FakeRunner:
@@ -66,7 +70,7 @@ class FakeRunner:
 
     def prepare(self, entries: Sequence[Entry]) -> Step:
         parts = [
-            Part(e.token_ids, e.start, e.num_logits, [list(t) for t in e.sequence.block_tables])
+            Part(e.token_ids, e.start, e.num_logits, e.num_draws, [list(t) for t in e.sequence.block_tables])
             for e in entries
         ]
         return Step(parts, list(self.blocks.take_copies()))
@@ -96,12 +100,14 @@ class FakeRunner:
                     self.pool[table[block], offset] = token
         for part in step.parts:
             end = part.start + len(part.tokens)
-            self._last += [self._read(part, row + 1) for row in range(end - part.num_logits, end)]
+            num_rows = part.num_logits - part.num_draws + 1 if part.num_logits else 0
+            self._last += [self._read(part, row + 1) for row in range(end - num_rows, end)]
+            self._last += self._last[-1:] * (part.num_draws - 1)
         if self.fail_next == "collect":
             self.fail_next = None
             raise RuntimeError("the device is gone")
         chosen = np.array([-1 if token == self.broken else token for token in self._last], np.int32)
-        return Output(chosen, None)
+        return Output(chosen)
 
     def _read(self, part: Part, length: int) -> int:
         """What the model says to the first tokens of a sequence, as the pool has them."""
