@@ -5,9 +5,10 @@
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types golden wheel clean c-compiler
+.PHONY: help serve demo test lint types golden proto soak wheel clean c-compiler
 
 PROMPT ?= Name three rivers.
+SERVE_FLAGS ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 
@@ -29,11 +30,15 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 p
 help:
 	@echo "pagec: compiles model specs into fused kernels and serves them. Targets:"
 	@echo
-	@echo "  make demo     install, compile SmolLM2-135M-Instruct for this CPU, answer a prompt"
+	@echo "  make serve    install, compile SmolLM2-135M-Instruct for this CPU, answer a prompt, serve:"
+	@echo "                a page to look at, and the OpenAI API (SERVE_FLAGS=\"--port 9000\")"
+	@echo "  make demo     the same without the server"
 	@echo "                (PROMPT=\"...\" asks something else; a second run compiles nothing)"
 	@echo "  make test     lint, check types, run all tests (what CI runs)"
 	@echo "  make lint     ruff and mypy only"
 	@echo "  make golden   write the golden files anew; look at the diff before you commit it"
+	@echo "  make proto    write the gRPC messages' Python code anew from pagec_v1.proto"
+	@echo "  make soak     five minutes of 200 clients against a server, some of them rude"
 	@echo "  make wheel    build dist/pagec-*.whl"
 	@echo "  make clean    remove everything that make has made, .venv too"
 	@echo
@@ -60,8 +65,8 @@ $(VENV)/made:
 	@touch $@
 
 $(VENV)/compile: $(VENV)/made constraints.txt pyproject.toml
-	@echo "installing pagec and its compiler into $(VENV) (torch, apache-tvm, transformers: a few minutes)"
-	@$(PIP) --no-build-isolation --editable ".[compile]"
+	@echo "installing pagec, its compiler and its server into $(VENV) (torch, apache-tvm, transformers: a few minutes)"
+	@$(PIP) --no-build-isolation --editable ".[compile,serve]"
 	@touch $@
 
 $(VENV)/dev: $(VENV)/made constraints.txt pyproject.toml
@@ -69,7 +74,7 @@ $(VENV)/dev: $(VENV)/made constraints.txt pyproject.toml
 	@$(PIP) --no-build-isolation --editable ".[compile,serve,dev]"
 	@touch $(VENV)/compile $@
 
-# ------------------------------------------------------------------------------------------ demo
+# --------------------------------------------------------------------------------- demo and serve
 
 $(DEMO)/manifest.json: $(VENV)/compile $(SOURCES)
 	@mkdir -p build
@@ -78,6 +83,9 @@ $(DEMO)/manifest.json: $(VENV)/compile $(SOURCES)
 demo: c-compiler $(DEMO)/manifest.json
 	@echo "> $(PROMPT)"
 	@$(BIN)/pagec generate $(DEMO) --chat --prompt "$(PROMPT)"
+
+serve: demo
+	@exec $(BIN)/pagec serve $(DEMO) $(SERVE_FLAGS)
 
 # ------------------------------------------------------------------------------------------ tests
 
@@ -90,7 +98,7 @@ types: $(VENV)/dev
 	@mkdir -p $(NAMESPACE)/pagec
 	@for p in $(PACKAGES); do ln -sfn ../../../$$p $(NAMESPACE)/pagec/$$p; done
 	@MYPYPATH=$(NAMESPACE):tests:tests/bench $(BIN)/mypy --no-error-summary $(PACKAGES:%=-p pagec.%) \
-		-p support -m fetch_models -m peers -m peer_workers
+		-p support -m fetch_models -m soak -m peers -m peer_workers
 
 # By file, so that what a file compiles for its tests is compiled once.
 test: c-compiler $(VENV)/dev lint
@@ -100,6 +108,13 @@ test: c-compiler $(VENV)/dev lint
 golden: $(VENV)/dev
 	@$(BIN)/pytest --update-golden
 	@git status --short tests/goldens
+
+proto: $(VENV)/dev
+	@$(BIN)/python -m grpc_tools.protoc -I runtime/server/grpc --python_out=runtime/server/grpc \
+		--pyi_out=runtime/server/grpc pagec_v1.proto
+
+soak: c-compiler $(VENV)/dev
+	@$(BIN)/python tests/soak.py
 
 wheel: $(VENV)/dev
 	@rm -rf build/lib  # setuptools would take deleted files from it

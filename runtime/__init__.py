@@ -1,8 +1,9 @@
 """The serving runtime: requests in, tokens out, from an artifact and a paged KV cache.
 
-    Request -> Sequences -> Scheduler -> Batch -> Runner(Artifact) -> StepOutput -> tokens
+    LLM -> Engine -> Request -> Sequences -> Scheduler -> Batch -> Runner(Artifact) -> StepOutput -> tokens
 
-From the engine down it needs the standard library, numpy and the device's own library.
+From the engine down it needs the standard library, numpy and the device's own library; above it there is
+text, and with it `tokenizers`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagec.runtime.beam import BeamSearchParams
     from pagec.runtime.engine import Engine
+    from pagec.runtime.llm import LLM
+    from pagec.runtime.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from pagec.runtime.sampling import SamplingParams, StructuredOutputsParams
 
-__all__ = ["Engine"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Engine",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +45,20 @@ def __getattr__(name: str) -> Any:
         from pagec.runtime.engine import Engine
 
         return Engine
+    if name == "LLM":
+        from pagec.runtime.llm import LLM
+
+        return LLM
+    if name == "BeamSearchParams":
+        from pagec.runtime.beam import BeamSearchParams
+
+        return BeamSearchParams
+    if name in ("SamplingParams", "StructuredOutputsParams"):
+        from pagec.runtime import sampling
+
+        return getattr(sampling, name)
+    if name in __all__:
+        from pagec.runtime import outputs
+
+        return getattr(outputs, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from collections.abc import Sequence as Items
 from typing import Final
 
@@ -89,6 +89,11 @@ class BlockManager:
     @property
     def num_used(self) -> int:
         return self.num_blocks - 1 - self.num_free - self.num_cached
+
+    @property
+    def cached(self) -> KeysView[int]:
+        """The cached blocks."""
+        return self._cached.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks per group that hold this many tokens."""

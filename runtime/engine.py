@@ -209,7 +209,7 @@ class Engine:
             want_logits=want_logits,
             prompt_logits=prompt_logits,
             num_logprobs=params.logprobs,
-            num_prompt_logprobs=params.logprobs if params.echo else params.prompt_logprobs,
+            num_prompt_logprobs=params.num_prompt_logprobs,
             salt=salt,
             priority=priority,
             ttft_s=ttft_s,

@@ -269,6 +269,12 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens are wanted beside each of the prompt's; `echo` treats it as output."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
+
+    @property
     def has_penalties(self) -> bool:
         """Whether tokens that were seen before are treated differently."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

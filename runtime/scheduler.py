@@ -324,7 +324,7 @@ class Scheduler:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens and {request.max_tokens} output tokens are "
                 f"{request.max_len}; a sequence holds {self.limits.length} at most",
-                place="max_tokens",
+                place="max_tokens" if len(request.prompt) < self.limits.length else "prompt",
             )
         if request.width > self._max_rows:
             raise RequestError(f"{request.width} sequences; {self._max_rows} run at once", place="width")

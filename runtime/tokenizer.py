@@ -8,8 +8,9 @@ tokenizer/generation.json        which ids begin and end a text
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,11 +27,12 @@ Message = Mapping[str, Any]
 
 
 class Tokenizer:
-    """An artifact's tokenizer. `decode` leaves special tokens out."""
+    """An artifact's tokenizer."""
 
     def __init__(self, backend: Backend, defaults: GenerationDefaults, chat_template: str | None) -> None:
         self._backend = backend
         self.defaults = defaults
+        self.chat_template = chat_template
         self._template = ChatTemplate(chat_template) if chat_template else None
 
     @staticmethod
@@ -51,32 +53,70 @@ class Tokenizer:
             template.read_text(encoding="utf-8") if template.is_file() else None,
         )
 
-    def encode(self, text: str) -> list[int]:
-        """A plain text's ids, with the tokens that the model wants around a text."""
-        ids: list[int] = self._backend.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, place: str = "prompt") -> list[int]:
+        """A plain text's ids, with the tokens that the model wants around a text (or without); RequestError,
+        which names `place`, for a text that is no Unicode."""
+        ids = self._encode(text, place=place, add_special_tokens=add_special_tokens)
         bos = self.defaults.bos_token_id
-        if self.defaults.add_bos and bos is not None and ids[:1] != [bos]:
+        if add_special_tokens and self.defaults.add_bos and bos is not None and ids[:1] != [bos]:
             return [bos, *ids]
         return ids
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation's ids, up to where the model's answer begins."""
-        ids: list[int] = self._backend.encode(self.render_chat(messages), add_special_tokens=False).ids
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **names: Any
+    ) -> list[int]:
+        """A conversation's ids, up to where the model's answer begins. `tools`: descriptions of functions
+        that the model may call; `names`: what else the template knows."""
+        text = self.render_chat(messages, tools=tools, **names)
+        return self._encode(text, place="messages", add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: ChatTemplate | None = None,
+        **names: Any,
+    ) -> str:
+        """A conversation as the text that the model was trained on, or as another template says."""
+        template = template or self._template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template", place="messages", remedy="send a plain prompt instead"
+            )
+        own = {"bos_token": self.defaults.bos_token, "eos_token": self.defaults.eos_token, "tools": tools}
+        return template.render(messages, **{**names, **own})
+
+    def _encode(self, text: str, *, place: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can carry
+            raise RequestError(f"character {error.start} is no Unicode character", place=place) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """A conversation as the text that the model was trained on."""
-        if self._template is None:
-            raise RequestError(
-                "this model has no chat template", place="chat", remedy="send a plain prompt instead"
-            )
-        defaults = self.defaults
-        return self._template.render(messages, bos_token=defaults.bos_token, eos_token=defaults.eos_token)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        text: str = self._backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def piece(self, token: int) -> str:
+        """A token as the vocabulary writes it, "" for one that it does not have; see `token_bytes`."""
+        return self._backend.id_to_token(token) or ""
+
+    @cached_property
+    def decoders(self) -> dict[str, dict[str, Any]]:
+        """What makes text of pieces: the settings of each step, by its type."""
+        decoder = self._backend.decoder
+        return {} if decoder is None else dict(_steps(json.loads(decoder.__getstate__())))
+
+
+def _steps(decoder: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if decoder["type"] == "Sequence":
+        for inner in decoder["decoders"]:
+            yield from _steps(inner)
+    else:
+        yield decoder["type"], decoder
 
 
 class ChatTemplate:
@@ -101,7 +141,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], **names: Any) -> str:
         """The conversation as text; RequestError if the template refuses it."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **names)
+            return self._template.render(**{"add_generation_prompt": True, **names, "messages": messages})
         except Exception as error:  # a template is a program of its own: anything may go wrong in it
             raise RequestError(f"the chat template refuses it: {error}", place="messages") from error
 

@@ -51,8 +51,9 @@ MAY_IMPORT: Final[Mapping[str, frozenset[str]]] = {
     "runtime.device": frozenset({"compiler light"}),
     "runtime": frozenset({"compiler light", "runtime.device"}),
     "autotune": frozenset({"configs", "templates", "compiler light", "compiler", "runtime.device"}),
+    "runtime.server": frozenset({"compiler light", "runtime"}),
     "runtime.cli": frozenset(
-        {"configs", "compiler light", "compiler", "runtime", "runtime.device", "autotune"}
+        {"configs", "compiler light", "compiler", "runtime", "runtime.device", "runtime.server", "autotune"}
     ),
 }
 
@@ -73,18 +74,30 @@ LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
     "pagec.runtime.sequence": ("", ""),
     "pagec.runtime.block_manager": ("", ""),
     "pagec.runtime.free_blocks": ("", ""),
+    "pagec.runtime.grammar": ("numpy", "llguidance"),
     "pagec.runtime.kv_fetch": ("", ""),
     "pagec.runtime.kv_stats": ("", ""),
     "pagec.runtime.kv_store": ("", ""),
     "pagec.runtime.kv_swap": ("", ""),
     "pagec.runtime.kv_tiers": ("", ""),
     "pagec.runtime.prefix_index": ("", ""),
+    "pagec.runtime.llm": ("", "rich"),
     "pagec.runtime.policies": ("", ""),
     "pagec.runtime.preemption": ("", ""),
     "pagec.runtime.room": ("", ""),
     "pagec.runtime.scheduler": ("", ""),
     "pagec.runtime.tokenizer": ("jinja2 tokenizers", ""),
+    "pagec.runtime.server": ("msgspec", ""),
+    "pagec.runtime.server.app": ("fastapi msgspec starlette", ""),
+    "pagec.runtime.server.front": ("uvloop", ""),
+    "pagec.runtime.server.grpc": ("google grpc grpc_health grpc_reflection", ""),
+    "pagec.runtime.server.guard": ("starlette", ""),
+    "pagec.runtime.server.meter": ("numpy", ""),
+    "pagec.runtime.server.metrics": ("prometheus_client", ""),
+    "pagec.runtime.server.openai": ("fastapi msgspec pydantic starlette", ""),
+    "pagec.runtime.server.site": ("uvicorn", ""),
     "pagec.runtime.cli": ("typer", "rich"),
+    "pagec.runtime.cli.serve": ("typer", "rich yaml"),
     "pagec.runtime.cli.verification": ("numpy torch", ""),  # imported inside the command verify
 }
 
@@ -163,7 +176,7 @@ def part(module: str) -> str:
     """The key of MAY_IMPORT that a module of pagec belongs to."""
     if module in LIGHT or module == "pagec.compiler":
         return "compiler light"
-    for name in ("runtime.device", "runtime.cli"):
+    for name in ("runtime.device", "runtime.server", "runtime.cli"):
         if f"{module}.".startswith(f"pagec.{name}."):
             return name
     return module.split(".")[1]
@@ -228,10 +241,15 @@ def test_commands_import_the_compiler_only_when_they_run() -> None:
     check(sorted(heavy | libraries - {"typer"}))
 
 
-@pytest.mark.parametrize("name", ["engine", "tokenizer", "detokenizer"])
+@pytest.mark.parametrize("name", ["engine", "tokenizer", "detokenizer", "text", "llm"])
 def test_serving_reaches_nothing_heavy(name: str) -> None:
     libraries = {m for m in reached(f"pagec.runtime.{name}") if not of_pagec(m)}
     assert libraries <= {"numpy", "jinja2", "tokenizers"}
+
+
+def test_the_engine_process_reaches_nothing_of_the_fronts() -> None:
+    libraries = {m for m in reached("pagec.runtime.server.worker") if not of_pagec(m)}
+    assert libraries == {"numpy", "msgspec"}
 
 
 def test_the_light_half_needs_numpy_at_most() -> None:

@@ -8,10 +8,36 @@ from typing import Annotated, Final
 import typer
 
 from pagec.compiler.errors import PagecError
-from pagec.runtime.cli import bench, compile, generate, import_model, profile, show, verify
+from pagec.runtime.cli import (
+    bench,
+    chat,
+    compile,
+    generate,
+    import_model,
+    profile,
+    replay,
+    serve,
+    show,
+    top,
+    verify,
+)
 from pagec.runtime.cli.console import print_error
 
 COMPILE_EXTRA: Final = ("torch", "transformers", "tvm", "gguf", "safetensors", "yaml")
+SERVE_EXTRA: Final = (
+    "fastapi",
+    "google",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "llguidance",
+    "msgspec",
+    "prometheus_client",
+    "pydantic",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+)
 
 app = typer.Typer(
     name="pagec",
@@ -24,6 +50,10 @@ app.command("compile")(compile.command)
 app.command("import")(import_model.command)
 app.command("show")(show.command)
 app.command("generate")(generate.command)
+app.command("chat")(chat.command)
+app.command("serve")(serve.command)
+app.command("top")(top.command)
+app.command("replay")(replay.command)
 app.command("verify")(verify.command)
 app.add_typer(bench.app, name="bench")
 app.command("profile")(profile.command)
@@ -51,6 +81,19 @@ def _options(
     """
 
 
+def _missing(library: str) -> PagecError | None:
+    """What to say of a library that an extra brings; None of any other."""
+    name = library.partition(".")[0]
+    if name in COMPILE_EXTRA:
+        remedy = "pip install 'pagec[compile]', or compile elsewhere and give the artifact"
+        return PagecError(f"the compiler is not installed here (no {name})", remedy=remedy)
+    if name in SERVE_EXTRA:
+        return PagecError(
+            f"the server is not installed here (no {name})", remedy="pip install 'pagec[serve]'"
+        )
+    return None
+
+
 def run() -> None:
     """Runs the command line; exit code 2 for an error that the user can mend."""
     try:
@@ -59,10 +102,10 @@ def run() -> None:
         print_error(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        if error.name not in COMPILE_EXTRA:
+        missing = _missing(error.name or "")
+        if missing is None:
             raise
-        remedy = "pip install 'pagec[compile]', or compile elsewhere and give the artifact"
-        print_error(PagecError(f"the compiler is not installed here (no {error.name})", remedy=remedy))
+        print_error(missing)
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more while closing stdout.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -67,19 +64,12 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr where th
 
 
 def find_artifact(model: str, weights: str | None) -> tuple[Path, str | None]:
-    """The artifact, and which weights to load into it (None: its own).
+    """The artifact, and which weights to load into it (None: its own). If the model cannot be compiled, its
+    child process has said why, and the command ends."""
+    from pagec.compiler.errors import CompileError
+    from pagec.runtime import models
 
-    A model that is none is compiled in a child process: this one shall never hold the compiler and torch.
-    """
-    from pagec.compiler.artifact import Artifact
-
-    path = Path(model)
-    if Artifact.is_artifact(path):
-        return path, weights
-    words = [sys.executable, "-m", "pagec.runtime.cli", "compile", model, "--json"]
-    if weights is not None:
-        words += ["--weights", weights]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise typer.Exit(done.returncode)  # the child has said why
-    return Path(json.loads(done.stdout)["path"]), None
+    try:
+        return models.find_artifact(model, weights)
+    except CompileError as error:
+        raise typer.Exit(1) from error

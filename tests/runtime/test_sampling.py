@@ -168,3 +168,17 @@ def test_what_is_more_than_the_argmax_needs_sampling() -> None:
         {"logits_processors": [max]},
     ):
         assert SamplingParams(**{"temperature": 0.0, **given}).needs_sampling  # type: ignore[arg-type]
+
+
+def test_an_echoed_prompt_has_log_probabilities_like_the_output() -> None:
+    found = [
+        SamplingParams(logprobs=own, prompt_logprobs=prompt, echo=echo).num_prompt_logprobs
+        for own, prompt, echo in (
+            (3, None, False),
+            (3, None, True),
+            (None, 2, True),
+            (0, 2, True),
+            (4, 2, True),
+        )
+    ]
+    assert found == [None, 3, 2, 2, 4]

@@ -1,0 +1,259 @@
+"""From the bodies of requests to calls that the service takes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final
+
+from pagec.compiler.errors import RequestError
+from pagec.runtime.beam import BeamSearchParams
+from pagec.runtime.sampling import SamplingParams, StructuredOutputsParams
+from pagec.runtime.server.generation import Call
+from pagec.runtime.server.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from pagec.runtime.server.openai.failures import NotFoundError
+from pagec.runtime.server.service import Service, ServiceInfo
+from pagec.runtime.server.tool_choice import ToolChoice, template_messages
+
+# Texts of more characters are tokenized in a thread of their own.
+LONG_TEXT: Final = 20_000
+_SAMPLING: Final = tuple(
+    field.name for field in fields(SamplingParams) if field.name in GenerationBody.model_fields
+)
+_BEAM: Final = ("n", "ignore_eos", "include_stop_str_in_output", "length_penalty", "early_stopping")
+# What may stand beside a beam search.
+_BESIDE_BEAMS: Final = frozenset({*_BEAM, "temperature", "skip_special_tokens", "structured_outputs"})
+_GUIDED: Final = ("json", "regex", "choice", "grammar")
+
+
+def check_model(info: ServiceInfo, name: str | None) -> str:
+    """The name that answers carry; NotFoundError if another model is asked for."""
+    if name is not None and name not in info.names:
+        raise NotFoundError(
+            f"{name!r} is not served here", place="model", remedy=f"served: {', '.join(info.names)}"
+        )
+    return name or info.model
+
+
+def make_call(
+    body: GenerationBody,
+    prompt: Sequence[int],
+    text: str | None = None,
+    **own: Any,
+) -> Call:
+    """A call for one prompt; `own` are the sampling parameters that a body spells in its own way.
+    RequestError for a value out of range."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
+    given["structured_outputs"] = structured_outputs(body)
+    given |= own
+    beam = _beam(body, given) if body.use_beam_search else None
+    return Call(
+        prompt,
+        SamplingParams(**given),
+        beam,
+        body.cache_salt,
+        body.priority,
+        body.ttft_s,
+        body.token_s,
+        text,
+    )
+
+
+def _beam(body: GenerationBody, given: dict[str, Any]) -> BeamSearchParams:
+    """The beam search that is asked for; what would choose tokens otherwise is refused."""
+    plain = SamplingParams(temperature=0.0)
+    for name, value in given.items():
+        default = getattr(plain, name)
+        if name in _BESIDE_BEAMS or name == "max_tokens" or not value:
+            continue
+        if value != default:
+            raise RequestError("means nothing to a beam search", place=name, remedy="leave it out")
+    if given["structured_outputs"] is not None:
+        raise RequestError("means nothing to a beam search", place="structured_outputs")
+    temperature = body.temperature if "temperature" in body.model_fields_set else 0.0
+    given["temperature"] = 0.0
+    return BeamSearchParams(
+        beam_width=body.n if body.beam_width is None else body.beam_width,
+        max_tokens=given["max_tokens"],
+        temperature=temperature,
+        **{name: getattr(body, name) for name in _BEAM},
+    )
+
+
+def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+    """What the text must be, by whichever field it is said."""
+    wanted = body.structured_outputs
+    if wanted is None:
+        wanted = {}
+    elif not isinstance(wanted, Mapping):
+        raise RequestError("is not an object", place="structured_outputs")
+    known = {field.name for field in fields(StructuredOutputsParams)}
+    for name in wanted:
+        if name not in known:
+            raise RequestError(
+                f"{name!r} is not one of {', '.join(sorted(known))}", place="structured_outputs"
+            )
+    guided = {name: getattr(body, f"guided_{name}") for name in _GUIDED}
+    both = {**wanted, **{name: value for name, value in guided.items() if value is not None}}
+    return StructuredOutputsParams(**both) if both else None
+
+
+def logit_bias(value: object) -> dict[int, Any] | None:
+    """JSON's keys are texts."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError("is not a map of token ids to numbers", place="logit_bias")
+    try:
+        return {int(token): bias for token, bias in value.items()}
+    except ValueError as error:
+        raise RequestError(f"a key is no token id: {error}", place="logit_bias") from error
+
+
+# ------------------------------------------------------------------------------ completions
+
+
+async def completion_calls(service: Service, body: CompletionBody) -> list[Call]:
+    """A call for each prompt of a completion."""
+    if body.suffix:
+        raise RequestError("is not supported", place="suffix", remedy="leave it out")
+    if body.best_of is not None and body.best_of != body.n:
+        raise RequestError(f"{body.best_of} is not n, {body.n}", place="best_of", remedy="leave it out")
+    own = {
+        "max_tokens": body.max_tokens,
+        "logprobs": body.logprobs,
+        "echo": body.echo,
+        "logit_bias": logit_bias(body.logit_bias),
+    }
+    calls = []
+    for prompt in _prompts(body.prompt, service.limits.max_prompts):
+        text = prompt if isinstance(prompt, str) else None
+        ids = await encode(service, prompt) if isinstance(prompt, str) else prompt
+        calls.append(make_call(body, ids, text, **own))
+    return calls
+
+
+def _prompts(prompt: object, most: int) -> list[str | list[int]]:
+    """The prompts of a body, each a text or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("is not a text, a list of token ids, or a list of these", place="prompt")
+    if all(map(_is_token, prompt)):
+        return [prompt]
+    if len(prompt) > most:
+        raise RequestError(f"{len(prompt)} prompts are more than {most}", place="prompt")
+    for i, one in enumerate(prompt):
+        if not isinstance(one, str) and not (isinstance(one, list) and all(map(_is_token, one))):
+            raise RequestError("is neither a text nor a list of token ids", place=f"prompt[{i}]")
+    return prompt
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+async def encode(service: Service, text: str) -> list[int]:
+    """A text's token ids; the event loop does not wait for a long one."""
+    if len(text) < LONG_TEXT:
+        return service.tokenizer.encode(text)
+    return await asyncio.to_thread(service.tokenizer.encode, text)
+
+
+async def encode_chat(
+    service: Service, messages: Sequence[Mapping[str, Any]], choice: ToolChoice, names: Mapping[str, Any]
+) -> list[int]:
+    """A conversation's token ids, likewise; `names`: what else the template is told."""
+    check_template_names(names)
+    found = template_messages(chat_messages(messages))
+    work = functools.partial(service.tokenizer.encode_chat, found, tools=choice.for_template(), **names)
+    if sum(len(message.get("content") or "") for message in found) < LONG_TEXT:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+# ------------------------------------------------------------------------------------ chats
+
+
+def chat_params(body: ChatBody) -> dict[str, Any]:
+    """What a chat spells in its own way, as SamplingParams has it."""
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise RequestError(
+            f"{body.max_completion_tokens} is not max_tokens, {body.max_tokens}",
+            place="max_completion_tokens",
+            remedy="give one of the two",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("needs logprobs", place="top_logprobs", remedy='give "logprobs": true')
+    if body.modalities not in (None, ["text"]):
+        raise RequestError("this model writes text only", place="modalities")
+    top = 0 if body.top_logprobs is None else body.top_logprobs
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return {
+        "max_tokens": most,
+        "logprobs": top if body.logprobs else None,
+        "logit_bias": logit_bias(body.logit_bias),
+    }
+
+
+def response_format(value: object) -> StructuredOutputsParams | None:
+    """OpenAI's way to ask for JSON."""
+    if value is None:
+        return None
+    place = "response_format"
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        raise RequestError('type is none of "text", "json_object", "json_schema"', place=place)
+    assert isinstance(value, Mapping)
+    wrapped = value.get("json_schema")
+    schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else None
+    if schema is None:
+        raise RequestError("there is no schema", place=f"{place}.json_schema.schema")
+    return StructuredOutputsParams(json=schema)
+
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with parts of text joined; RequestError names the message that is wrong."""
+    found = []
+    for i, message in enumerate(messages):
+        place = f"messages[{i}]"
+        if message.get("role") not in _ROLES:
+            raise RequestError(f"is none of {', '.join(_ROLES)}", place=f"{place}.role")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = _joined(content, f"{place}.content")
+        elif content is None and message["role"] != "assistant":
+            raise RequestError("is missing", place=f"{place}.content")
+        elif content is not None and not isinstance(content, str):
+            raise RequestError("is neither a text nor a list of parts", place=f"{place}.content")
+        role = "system" if message["role"] == "developer" else message["role"]
+        found.append({**message, "role": role, "content": content})
+    return found
+
+
+def _joined(parts: Sequence[Any], place: str) -> str:
+    texts = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise RequestError(f"a part of type {kind!r} is not supported", place=f"{place}[{i}]")
+        if not isinstance(part.get("text"), str):
+            raise RequestError("is not a text", place=f"{place}[{i}].text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def check_template_names(names: Mapping[str, Any]) -> None:
+    """RequestError for what the template gets otherwise."""
+    for name in ("messages", "tools"):
+        if name in names:
+            raise RequestError(f"{name!r} has a field of its own", place="chat_template_kwargs")
