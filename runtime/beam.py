@@ -110,8 +110,12 @@ class Hypothesis:
     logprobs: tuple[float, ...]
 
 
-class _Path(NamedTuple):
-    """What a beam has generated, the last token first. `total`: the sum of the log probabilities."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Path:
+    """What a beam has generated, the last token first. `total`: the sum of the log probabilities.
+
+    Compared by identity: thousands of tokens may be chained here.
+    """
 
     before: _Path | None
     token: int
@@ -170,7 +174,8 @@ class BeamSearch:
         candidates = []
         for negative, rank, token, logprob in found[: self._num_candidates]:
             path, sequence = self._beams[rank]
-            candidates.append(_Beam(_Path(path, token, logprob, -negative, path.length + 1), sequence))
+            longer = _Path(path, token, logprob, -negative, path.length + 1)
+            candidates.append(_Beam(longer, sequence))
         return candidates
 
     def _sift(self, candidates: Sequence[_Beam]) -> list[_Beam]:
@@ -192,8 +197,9 @@ class BeamSearch:
     def _has_ended(self, path: _Path) -> bool:
         return path.token in self._ends or path.length == self._max_tokens
 
-    def _score(self, path: _Path) -> float:
-        return float(path.total / path.length**self._params.length_penalty)
+    def _score(self, path: _Path, length: int | None = None) -> float:
+        """`length`: taken in place of the path's own."""
+        return float(path.total / (length or path.length) ** self._params.length_penalty)
 
     def _is_decided(self, best: _Path) -> bool:
         """Whether no beam can become a hypothesis any more, the best being this one."""
@@ -201,9 +207,9 @@ class BeamSearch:
             return False
         if self._rule is True:
             return True
-        if self._rule == "never" and self._params.length_penalty > 0:
-            best = best._replace(length=self._max_tokens)
-        return self._score(best) <= self._score(self._ended[-1])
+        is_longest_best = self._rule == "never" and self._params.length_penalty > 0
+        length = self._max_tokens if is_longest_best else best.length
+        return self._score(best, length) <= self._score(self._ended[-1])
 
     def _go_on(self, beams: Sequence[_Beam], tokens: Sequence[int]) -> Changes:
         """Sequences for the next beams; those that stay come first, then the forks."""

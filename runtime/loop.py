@@ -268,7 +268,7 @@ class Loop:
         """The log probabilities of one token, if they are wanted."""
         if request.num_logprobs is None:
             return ()
-        if output.logits is None:
+        if request.num_logprobs == 0:  # from the sampling kernel, whatever else the step has brought back
             return (TokenLogprobs(token, Logprob(float(output.logprobs[row]), None)),)
         return tuple(token_logprobs(output.logits[row : row + 1], [token], request.num_logprobs))
 

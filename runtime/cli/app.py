@@ -19,6 +19,7 @@ from pagec.runtime.cli import (
     serve,
     show,
     top,
+    tune,
     verify,
 )
 from pagec.runtime.cli.console import print_error
@@ -57,6 +58,7 @@ app.command("replay")(replay.command)
 app.command("verify")(verify.command)
 app.add_typer(bench.app, name="bench")
 app.command("profile")(profile.command)
+app.add_typer(tune.app, name="tune")
 
 
 def _print_version(wanted: bool) -> None:

@@ -87,7 +87,7 @@ Names = Annotated[
     list[str] | None,
     typer.Option(help="A name that requests use; may be repeated.", show_default="the model's own"),
 ]
-Policy = Annotated[str, typer.Option(help="Who comes first: fcfs, priority, or by deadlines.")]
+Policy = Annotated[str, typer.Option(help="Who comes first: fcfs, priority or deadline.")]
 Depth = Annotated[int, typer.Option(min=1, help="Steps in flight.")]
 MaxSeqs = Annotated[
     int | None, typer.Option(min=1, help="Sequences that run at once.", show_default="the artifact's")

@@ -104,7 +104,7 @@ class Site:
             loop="none",
             http="httptools",
             lifespan="off",
-            log_level="warning",
+            log_level="error",
             access_log=False,
             timeout_graceful_shutdown=LEAVE_S,
             backlog=BACKLOG,

@@ -186,6 +186,16 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
         found(lambda _: np.full(3, np.nan, np.float32), True)
 
 
+def test_a_text_may_be_long() -> None:
+    """And ever less likely: the product of its probabilities is no float any more."""
+    params = BeamSearchParams(beam_width=2, early_stopping="never")
+    model = likely({0: 0.6, 1: 0.4})
+    first, second = play(lambda _: model([]), params, 3_000, [2])
+    assert first.tokens == (0,) * 3_000
+    assert second.tokens.count(1) == 1
+    assert first.score == pytest.approx(np.log(0.6))
+
+
 # ------------------------------------------------------------------------------------ in the loop
 
 

@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -163,17 +164,16 @@ class RunningServer:
         assert set(error) == {"message", "type", "param", "code"}
         return error
 
-    def events(self, path: str, body: Any) -> Iterator[Any]:
-        """The server-sent events of a POST; the last one must be [DONE]."""
-        connection = self.connect()
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200, response.read()
+    def events(self, path: str, body: Any) -> Generator[Any, None, None]:
+        """The server-sent events of a POST, the last of which must be [DONE]; may be left early."""
         last = None
-        for line in response:
-            if line.startswith(b"data: "):
-                last = line[6:].strip()
-                if last != b"[DONE]":
-                    yield json.loads(last)
-        connection.close()
+        with closing(self.connect()) as connection:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            with connection.getresponse() as response:
+                assert response.status == 200, response.read()
+                for line in response:
+                    if line.startswith(b"data: "):
+                        last = line[6:].strip()
+                        if last != b"[DONE]":
+                            yield json.loads(last)
         assert last == b"[DONE]"

@@ -57,14 +57,15 @@ async def chat(service: Service, body: ChatBody, tool_format: str | None) -> Res
     model = check_model(service.info, body.model)
     asked = await prepare(service, body, tool_format)
     id = f"chatcmpl-{new_id()}"
+    headers = {"x-request-id": id}
     async with AsyncExitStack() as stack:
         (generation,) = await start_all(service, [asked.call], id, stack)
         writer = _Writer(service.texts, body, asked)
         if body.stream:
             head = answers.head(id, "chat.completion.chunk", model)
-            return EventStream(_stream(writer, generation, head), stack.pop_all())
+            return EventStream(_stream(writer, generation, head), stack.pop_all(), headers)
         head = answers.head(id, "chat.completion", model)
-        return json_response(await _whole(writer, generation, head))
+        return json_response(await _whole(writer, generation, head), headers=headers)
     raise AssertionError
 
 

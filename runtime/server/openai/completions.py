@@ -25,13 +25,14 @@ async def complete(service: Service, body: CompletionBody) -> Response:
     model = check_model(service.info, body.model)
     calls = await completion_calls(service, body)
     id = f"cmpl-{new_id()}"
+    headers = {"x-request-id": id}
     async with AsyncExitStack() as stack:
         generations = await start_all(service, calls, id, stack)
         writer = _Writer(service, body, generations)
         head = answers.head(id, "text_completion", model)
         if body.stream:
-            return EventStream(_stream(writer, head), stack.pop_all())
-        return json_response(await _whole(writer, head))
+            return EventStream(_stream(writer, head), stack.pop_all(), headers)
+        return json_response(await _whole(writer, head), headers=headers)
     raise AssertionError
 
 

@@ -49,6 +49,7 @@ def test_a_greedy_completion_is_what_the_engine_gives(client: openai.OpenAI, run
     expected = run(tokens_of("Hello"), SamplingParams(temperature=0, max_tokens=40)).output
     assert found.choices[0].text == text_of(expected)
     assert found.model == "alias"
+    assert found._request_id == found.id
     assert found.choices[0].finish_reason == "length"
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (5, 40, 45)
@@ -145,6 +146,20 @@ def test_stop_strings(client: openai.OpenAI) -> None:
         **asked, stop=stop, extra_body={**extra, "include_stop_str_in_output": True}
     )
     assert kept.choices[0].text == before + stop
+
+
+def test_a_stop_ends_its_own_choice_only(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 60, "seed": 3, "n": 4}
+    extra = {"allowed_token_ids": LETTERS[:12]}
+    texts = [choice.text for choice in client.completions.create(**asked, extra_body=extra).choices]
+    stop = texts[1][10:13]
+    expected = [text.partition(stop)[0] for text in texts]
+    assert expected[1] != texts[1]
+    assert expected != [text[: len(expected[1])] for text in texts]
+    found = client.completions.create(**asked, stop=stop, extra_body=extra)
+    assert [choice.text for choice in found.choices] == expected
+    reasons = ["stop" if stop in text else "length" for text in texts]
+    assert [choice.finish_reason for choice in found.choices] == reasons
 
 
 # ----------------------------------------------------------------------------------------- chats
