@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagec.runtime.beam import BeamSearchParams
     from pagec.runtime.engine import Engine
-    from pagec.runtime.llm import LLM
-    from pagec.runtime.outputs import (
+    from pagec.runtime.llm.llm import LLM
+    from pagec.runtime.llm.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from pagec.runtime.sampling import SamplingParams, StructuredOutputsParams
+    from pagec.runtime.sampling.beam import BeamSearchParams
+    from pagec.runtime.sampling.params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -46,19 +46,19 @@ def __getattr__(name: str) -> Any:
 
         return Engine
     if name == "LLM":
-        from pagec.runtime.llm import LLM
+        from pagec.runtime.llm.llm import LLM
 
         return LLM
     if name == "BeamSearchParams":
-        from pagec.runtime.beam import BeamSearchParams
+        from pagec.runtime.sampling.beam import BeamSearchParams
 
         return BeamSearchParams
     if name in ("SamplingParams", "StructuredOutputsParams"):
-        from pagec.runtime import sampling
+        from pagec.runtime.sampling import params
 
-        return getattr(sampling, name)
+        return getattr(params, name)
     if name in __all__:
-        from pagec.runtime import outputs
+        from pagec.runtime.llm import outputs
 
         return getattr(outputs, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagec.compiler.program import Program
-from pagec.runtime.sampler import GREEDY, Processors, Row, SamplingInputs, sampling_inputs
+from pagec.runtime.sampling.sampler import GREEDY, Processors, Row, SamplingInputs, sampling_inputs
 from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Sequence
 

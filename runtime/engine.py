@@ -13,21 +13,21 @@ from typing import Final, Protocol
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import RequestError
 from pagec.runtime.batch import Batch, build_batch
-from pagec.runtime.beam import BeamSearch, BeamSearchParams
-from pagec.runtime.block_manager import BlockManager
 from pagec.runtime.device import Device
 from pagec.runtime.device.cpu import CpuDevice
-from pagec.runtime.generation import GenerationDefaults
-from pagec.runtime.kv_setup import measure_cost, open_tiers
-from pagec.runtime.kv_swap import HostSwapper
+from pagec.runtime.kv.block_manager import BlockManager
+from pagec.runtime.kv.setup import measure_cost, open_tiers
+from pagec.runtime.kv.swap import HostSwapper
 from pagec.runtime.loop import Loop, TokenOutput
 from pagec.runtime.policies import Policy, make_policy
 from pagec.runtime.preemption import PreemptionCost
 from pagec.runtime.runner import Runner
-from pagec.runtime.sampler import Grammar, Sampler, draw_seed
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.beam import BeamSearch, BeamSearchParams
+from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.sampling.sampler import Grammar, Sampler, draw_seed
 from pagec.runtime.scheduler import Clock, Entry, Limits, Scheduler
 from pagec.runtime.sequence import CommitHook, FinishReason, Request
+from pagec.runtime.text.defaults import GenerationDefaults
 from pagec.runtime.trace import NO_TRACE, Trace
 from pagec.runtime.weights import WeightsMemory
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.sampler import Logprob, TokenLogprobs, token_logprobs
+from pagec.runtime.sampling.sampler import Logprob, TokenLogprobs, token_logprobs
 from pagec.runtime.scheduler import Entry, Scheduler
 from pagec.runtime.sequence import FinishReason, Fork, Request, Status
 from pagec.runtime.sequence import Sequence as TokenSequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.sequence import Request, Sequence
 
 

@@ -19,7 +19,7 @@ from pagec.runtime.batch import I32, Batch
 from pagec.runtime.device import Device, KernelCall, Prepared
 from pagec.runtime.ledger import kv_blocks
 from pagec.runtime.memory import Areas
-from pagec.runtime.sampler import Processors, SamplingInputs, process_logits
+from pagec.runtime.sampling.sampler import Processors, SamplingInputs, process_logits
 from pagec.runtime.trace import NO_TRACE, Trace
 from pagec.runtime.weights import WeightsMemory
 

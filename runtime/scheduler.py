@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.policies import FcfsPolicy, Policy
 from pagec.runtime.preemption import PreemptionCost, Swapper
 from pagec.runtime.room import Room

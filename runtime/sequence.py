@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pagec.runtime.prefix_index import KvState
+from pagec.runtime.kv.prefix_index import KvState
 
 if TYPE_CHECKING:
-    from pagec.runtime.sampler import Sampler, TokenLogprobs
+    from pagec.runtime.sampling.sampler import Sampler, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -5,7 +5,7 @@
     row "kernels"   each launch with its kernel's key and number of rows (Recorder(kernels=True))
     "blocks"        used, cached and free blocks after each step; "block events": since the step before,
                     how many were allocated, copied, evicted, and tokens found in the cache;
-                    "KV on TIER": see kv_stats.TierStats
+                    "KV on TIER": see kv/stats.py
 
 Every event carries the step's number; `Recorder.steps` has the shape of each step. Steps may overlap.
 """
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 if TYPE_CHECKING:
     from pagec.compiler.program import Launch
     from pagec.runtime.batch import Batch
-    from pagec.runtime.block_manager import BlockManager
+    from pagec.runtime.kv.block_manager import BlockManager
     from pagec.runtime.scheduler import Entry
 
 Row = Literal["engine", "steps", "kernels"]

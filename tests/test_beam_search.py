@@ -18,11 +18,11 @@ from test_smollm2 import their_model
 from transformers.modeling_outputs import CausalLMOutput
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.beam import BeamSearchParams, Hypothesis
 from pagec.runtime.engine import Engine
 from pagec.runtime.preemption import PreemptionCost
-from pagec.runtime.sampling import SamplingParams
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.sampling.beam import BeamSearchParams, Hypothesis
+from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.text.tokenizer import Tokenizer
 
 # By which everything is swapped.
 SWAP = PreemptionCost(prefill_tokens_per_s=1, token_bytes=1, swap_bytes_per_s=1e9)
@@ -290,6 +290,6 @@ def test_smollm2(
 @pytest.mark.slow
 def test_smollm2_with_a_long_prompt(float32: Path, transformers_model: Any) -> None:
     """Where transformers computes each step from its own cache of keys and values."""
-    prompt = Tokenizer.open(float32).encode((Path(__file__).parent.parent / "LICENSE").read_text())[:300]
+    prompt = Tokenizer.open(float32).encode((Path(__file__).parent.parent / "LICENSE").read_text())[:100]
     engine = Engine(float32, num_blocks=200)
     check(engine, transformers_model, prompt, 4, 1.0, False, use_cache=True)

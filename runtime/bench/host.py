@@ -19,7 +19,7 @@ from pagec.compiler.program import KvGroup, KvLayout, Program
 from pagec.runtime.batch import build_batch
 from pagec.runtime.bench.dry import VOCAB, count_rows, dry_loop
 from pagec.runtime.bench.summary import Summary, summarise
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.policies import make_policy
 from pagec.runtime.scheduler import Entry, Limits, Scheduler
 from pagec.runtime.sequence import Request

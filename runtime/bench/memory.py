@@ -20,7 +20,7 @@ import numpy as np
 from pagec.compiler.program import Program
 from pagec.runtime.bench.dry import dry_loop
 from pagec.runtime.bench.workloads import WORKLOADS, Ask, throughput_lengths
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.scheduler import Limits, Scheduler
 from pagec.runtime.sequence import Request
 from pagec.runtime.sequence import Sequence as TokenSequence

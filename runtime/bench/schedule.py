@@ -17,7 +17,7 @@ import numpy as np
 
 from pagec.runtime.bench.dry import VOCAB, dry_loop
 from pagec.runtime.bench.roofline import Accelerator, ModelSize, work_of
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.policies import FcfsPolicy, Policy, make_policy
 from pagec.runtime.scheduler import Entry, Limits, Scheduler
 from pagec.runtime.sequence import Request

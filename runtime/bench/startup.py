@@ -11,7 +11,7 @@ from typing import Final
 
 from pagec.compiler.errors import ArtifactError, PagecError
 from pagec.runtime.bench.summary import Summary, summarise_all
-from pagec.runtime.generation import TOKENIZER_DIRECTORY
+from pagec.runtime.text.defaults import TOKENIZER_DIRECTORY
 
 PROMPT: Final = "The three longest rivers are"
 NUM_TOKENS: Final = 2

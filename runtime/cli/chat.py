@@ -27,7 +27,7 @@ from pagec.runtime.cli.remote import ApiKey, Remote
 
 if TYPE_CHECKING:
     from pagec.runtime.engine import Engine
-    from pagec.runtime.tokenizer import Tokenizer
+    from pagec.runtime.text.tokenizer import Tokenizer
 
 HELP: Final = """\
 /reset          begin a new conversation
@@ -135,7 +135,7 @@ class LocalModel:
     """A model in this process."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: Mapping[str, Any]) -> None:
-        from pagec.runtime.sampling import SamplingParams
+        from pagec.runtime.sampling.params import SamplingParams
 
         self._engine = engine
         self._tokenizer = tokenizer
@@ -145,13 +145,13 @@ class LocalModel:
     def open(path: Path, sampling: Mapping[str, Any], **options: Any) -> LocalModel:
         """Loads an artifact; `options` as of Engine."""
         from pagec.runtime.engine import Engine
-        from pagec.runtime.tokenizer import Tokenizer
+        from pagec.runtime.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.open(path)
         return LocalModel(Engine(path, **options), tokenizer, sampling)
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
-        from pagec.runtime.text import ChoiceText
+        from pagec.runtime.text.choice import ChoiceText
 
         text = ChoiceText(self._tokenizer, self._params)
         prompt = self._tokenizer.encode_chat(messages)

@@ -28,11 +28,11 @@ from pagec.runtime.cli.models import (
 )
 
 if TYPE_CHECKING:
-    from pagec.runtime.detokenizer import Detokenizer
     from pagec.runtime.engine import Engine
-    from pagec.runtime.sampling import SamplingParams
+    from pagec.runtime.sampling.params import SamplingParams
     from pagec.runtime.sequence import Request
-    from pagec.runtime.tokenizer import Tokenizer
+    from pagec.runtime.text.detokenizer import Detokenizer
+    from pagec.runtime.text.tokenizer import Tokenizer
     from pagec.runtime.trace import Recorder
 
 DEFAULT_MAX_TOKENS: Final = 256
@@ -85,7 +85,7 @@ def command(
     """
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
-    from pagec.runtime.sampling import SamplingParams
+    from pagec.runtime.sampling.params import SamplingParams
 
     path, weights = find_artifact(model, weights)
     began = time.perf_counter()
@@ -174,7 +174,7 @@ def _load(path: Path, **options: Any) -> tuple[Engine, Tokenizer]:
 
 
 def _open_tokenizer(path: Path) -> Tokenizer:
-    from pagec.runtime.tokenizer import Tokenizer
+    from pagec.runtime.text.tokenizer import Tokenizer
 
     return Tokenizer.open(path)
 
@@ -202,7 +202,7 @@ def _ask(
     max_tokens: int | None,
     params: SamplingParams,
 ) -> Answer:
-    from pagec.runtime.detokenizer import Detokenizer
+    from pagec.runtime.text.detokenizer import Detokenizer
 
     if max_tokens is None:
         max_tokens = max(min(DEFAULT_MAX_TOKENS, engine.program.max_len - len(ids)), 1)

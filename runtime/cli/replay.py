@@ -60,7 +60,7 @@ def replay(records: Sequence[Record], path: Path, threads: int | None) -> list[C
     equal bits."""
     from pagec.compiler.artifact import Artifact
     from pagec.runtime.engine import Engine
-    from pagec.runtime.kv_setup import owner_of
+    from pagec.runtime.kv.setup import owner_of
     from pagec.runtime.server.replay import check_reproducible, run_again
 
     check_reproducible(path)

@@ -29,9 +29,9 @@ from pagec.compiler.user_ops import check_known
 from pagec.runtime.batch import build_batch
 from pagec.runtime.device.cpu import CpuDevice
 from pagec.runtime.runner import Runner
-from pagec.runtime.sampler import Row as SamplingRow
-from pagec.runtime.sampler import Sampler, sampling_inputs
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.sampling.sampler import Row as SamplingRow
+from pagec.runtime.sampling.sampler import Sampler, sampling_inputs
 from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Request
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagec.compiler.errors import PagecError, RequestError
-from pagec.runtime.beam import BeamSearchParams
-from pagec.runtime.sampler import TokenLogprobs
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.beam import BeamSearchParams
+from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.sampling.sampler import TokenLogprobs
 from pagec.runtime.server.errors import GenerationError
 from pagec.runtime.server.messages import Fault, Finished, Hypothesis, Timings, Tokens
-from pagec.runtime.text import ChoiceText, TextPiece
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.text.choice import ChoiceText, TextPiece
+from pagec.runtime.text.tokenizer import Tokenizer
 
 Outcome = Literal["stop", "length", "abort", "error"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

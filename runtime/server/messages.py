@@ -13,8 +13,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from pagec.runtime.kv_stats import TierStats
-from pagec.runtime.sampler import TokenLogprobs
+from pagec.runtime.kv.stats import TierStats
+from pagec.runtime.sampling.sampler import TokenLogprobs
 from pagec.runtime.sequence import FinishReason
 
 _LENGTH_BYTES: Final = 4

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.sampling import SamplingParams, StructuredOutputsParams
+from pagec.runtime.sampling.params import SamplingParams, StructuredOutputsParams
 from pagec.runtime.server.messages import Submit
 
 

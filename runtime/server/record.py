@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from pagec.compiler.errors import PagecError
-from pagec.runtime.sampler import TokenLogprobs
+from pagec.runtime.sampling.sampler import TokenLogprobs
 from pagec.runtime.server.generation import Choice, Generation
 from pagec.runtime.server.params import packed
-from pagec.runtime.text import bad_word_ids
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.text.choice import bad_word_ids
+from pagec.runtime.text.tokenizer import Tokenizer
 
 
 class Recorder:

@@ -10,13 +10,13 @@ from typing import Any
 
 from pagec.compiler.artifact import MANIFEST
 from pagec.compiler.errors import ArtifactError, PagecError
-from pagec.runtime.beam import BeamSearchParams
 from pagec.runtime.engine import Engine
-from pagec.runtime.generation import TOKENIZER_DIRECTORY
-from pagec.runtime.grammar import GrammarCompiler
+from pagec.runtime.sampling.beam import BeamSearchParams
+from pagec.runtime.sampling.grammar import GrammarCompiler
 from pagec.runtime.sequence import Request
 from pagec.runtime.server.params import unpacked
 from pagec.runtime.server.record import Record, plain_logprobs
+from pagec.runtime.text.defaults import TOKENIZER_DIRECTORY
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pagec.compiler.errors import PagecError, RequestError
 from pagec.runtime.engine import Engine
-from pagec.runtime.kv_map import block_map, owned_blocks
+from pagec.runtime.kv.map import block_map, owned_blocks
 from pagec.runtime.loop import TokenOutput
 from pagec.runtime.sequence import Request
 from pagec.runtime.server.messages import (

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from pagec.compiler.errors import PagecError
-from pagec.runtime.pieces import TokenTexts
 from pagec.runtime.server.client import EngineClient
 from pagec.runtime.server.errors import Draining, EngineDead, Overloaded
 from pagec.runtime.server.generation import Call, Generation, error_of
 from pagec.runtime.server.limits import RequestLimits
 from pagec.runtime.server.messages import Abort, News, Ready, Snapshot, Submit
 from pagec.runtime.server.params import UNFIT, packed, unfit
-from pagec.runtime.text import bad_word_ids
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.text.choice import bad_word_ids
+from pagec.runtime.text.pieces import TokenTexts
+from pagec.runtime.text.tokenizer import Tokenizer
 
 MAX_RETRY_S: Final = 60
 DEFAULT_MAX_QUEUE: Final = 256

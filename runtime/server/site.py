@@ -24,7 +24,7 @@ from pagec.runtime.server.options import Address, FrontOptions
 from pagec.runtime.server.record import Recorder
 from pagec.runtime.server.service import Observer, Service, ServiceInfo
 from pagec.runtime.server.tools import make_tool_format
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pagec.runtime.server.grpc.server import GrpcServer

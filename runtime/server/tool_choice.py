@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.sampling import StructuredOutputsParams
+from pagec.runtime.sampling.params import StructuredOutputsParams
 from pagec.runtime.server.tools import ToolFormat
 
 MAX_TOOLS: Final = 128

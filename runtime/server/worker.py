@@ -13,19 +13,18 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pagec.compiler.artifact import Artifact
-from pagec.compiler.errors import PagecError
-from pagec.runtime.beam import BeamSearchParams
+from pagec.compiler.errors import ArtifactError, PagecError
 from pagec.runtime.engine import Engine
-from pagec.runtime.generation import TOKENIZER_DIRECTORY
-from pagec.runtime.grammar import GrammarCompiler, GrammarState
-from pagec.runtime.kv_setup import owner_of
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.kv.setup import owner_of
+from pagec.runtime.sampling.beam import BeamSearchParams
+from pagec.runtime.sampling.grammar import GrammarCompiler, GrammarState
+from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.server.messages import (
     Abort,
     AskSnapshot,
@@ -42,6 +41,7 @@ from pagec.runtime.server.messages import (
 from pagec.runtime.server.meter import Meter
 from pagec.runtime.server.params import unpacked
 from pagec.runtime.server.report import Reporter, snapshot
+from pagec.runtime.text.defaults import TOKENIZER_DIRECTORY, GenerationDefaults
 
 READ_BYTES: Final = 1 << 18
 
@@ -81,12 +81,20 @@ class Connection:
 class Grammars:
     """Compiles grammars in a thread of its own: some take long, and others' steps shall not wait."""
 
-    def __init__(self, artifact: Path, engine: Engine, connection: Connection) -> None:
-        tokenizer = artifact / TOKENIZER_DIRECTORY / "tokenizer.json"
-        self._compiler = GrammarCompiler(tokenizer, engine.program.vocab, engine.eos_token_ids)
+    def __init__(self, artifact: Artifact, connection: Connection) -> None:
+        tokenizer = artifact.path / TOKENIZER_DIRECTORY / "tokenizer.json"
+        eos = GenerationDefaults.read(artifact.path).eos_token_ids
+        self._compiler = GrammarCompiler(tokenizer, artifact.program.vocab, eos)
         self._pool = ThreadPoolExecutor(1)
+        self._prepared = self._pool.submit(self._compiler.prepare)
         self._ring = connection.ring
         self._done: deque[tuple[Submit, SamplingParams, Future[GrammarState]]] = deque()
+
+    def wait(self) -> None:
+        """Until the first request will find all that it needs. Those that want a grammar of a tokenizer that
+        is not fit for any are told so."""
+        with contextlib.suppress(ArtifactError):
+            self._prepared.result()
 
     def begin(self, message: Submit, params: SamplingParams) -> None:
         """Compiles what a request wants; see `take`."""
@@ -194,12 +202,10 @@ class Worker:
             self._engine.abort(request, message.choice, "stop")
 
 
-def open_engine(start: Start) -> tuple[Engine, Ready]:
+def open_engine(artifact: Artifact, options: Mapping[str, Any]) -> tuple[Engine, Ready]:
     """An engine that has made its first steps: the first request shall not be slower than the others."""
-    path, options = Path(start.artifact), dict(start.options)
     if options.get("kv_dir") is not None:
-        options["kv_dir"] = Path(options["kv_dir"])
-    artifact = Artifact.open(path)
+        options = {**options, "kv_dir": Path(options["kv_dir"])}
     engine = Engine(artifact, **options)
     for params in (SamplingParams(temperature=0.0), SamplingParams(seed=0)):
         engine.add_request([0], 2, params=params, ignore_eos=True)
@@ -233,7 +239,10 @@ def serve(connection: Connection) -> None:
     """Opens the engine and runs it to its end."""
     start = _first_message(connection)
     try:
-        engine, ready = open_engine(start)
+        artifact = Artifact.open(Path(start.artifact))
+        grammars = Grammars(artifact, connection)  # reads the tokenizer while the engine reads the weights
+        engine, ready = open_engine(artifact, start.options)
+        grammars.wait()
     except PagecError as error:
         connection.send(Failed(error.message, error.place, error.remedy))
         return
@@ -241,7 +250,6 @@ def serve(connection: Connection) -> None:
         connection.send(Failed(f"the engine could not be opened: {error!r}"))
         raise
     with engine:
-        grammars = Grammars(Path(start.artifact), engine, connection)
         connection.send(ready)
         Worker(engine, connection, grammars).run()
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from support.small import small_artifact
 
-from pagec.runtime.block_manager import BlockManager
 from pagec.runtime.engine import Engine
-from pagec.runtime.kv_stats import TierStats
-from pagec.runtime.kv_store import BlockStore
-from pagec.runtime.kv_swap import HostSwapper
-from pagec.runtime.kv_tiers import Tiers
+from pagec.runtime.kv.block_manager import BlockManager
+from pagec.runtime.kv.stats import TierStats
+from pagec.runtime.kv.store import BlockStore
+from pagec.runtime.kv.swap import HostSwapper
+from pagec.runtime.kv.tiers import Tiers
 from pagec.runtime.loop import Loop
 from pagec.runtime.policies import POLICIES
 from pagec.runtime.preemption import PreemptionCost
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.scheduler import Limits, Scheduler
 from pagec.runtime.sequence import Request
 

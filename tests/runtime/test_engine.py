@@ -12,7 +12,7 @@ import pytest
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import CapacityError, RequestError
 from pagec.runtime.engine import Engine
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.sequence import Changes, Fork, Request
 
 # Greedy, with the log probabilities of the tokens.

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from support.steps import VOCAB, FakeRunner, generate
 
-from pagec.runtime.block_manager import BlockManager
-from pagec.runtime.logprobs import log_probability
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.loop import Loop
+from pagec.runtime.sampling.logprobs import log_probability
 from pagec.runtime.scheduler import Limits, Scheduler
 from pagec.runtime.sequence import Changes, CommitHook, Fork, Request
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.policies import DeadlinePolicy, Policy, PriorityPolicy
 from pagec.runtime.scheduler import Entry, Limits, Scheduler
 from pagec.runtime.sequence import Request, Status

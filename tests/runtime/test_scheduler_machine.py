@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.steps import VOCAB, FakeRunner, Step, says
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.loop import Loop
 from pagec.runtime.policies import POLICIES
 from pagec.runtime.preemption import PreemptionCost

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from pagec.runtime.beam import BeamSearchParams
-from pagec.runtime.logprobs import log_probability
+from pagec.runtime.sampling.beam import BeamSearchParams
+from pagec.runtime.sampling.logprobs import log_probability
 
 Model = Callable[[list[int]], Any]
 Text = list[int]

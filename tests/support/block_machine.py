@@ -14,8 +14,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagec.runtime.block_manager import BlockManager
-from pagec.runtime.prefix_index import sha256
+from pagec.runtime.kv.block_manager import BlockManager
+from pagec.runtime.kv.prefix_index import sha256
 from pagec.runtime.sequence import Sequence
 
 BLOCK = 4

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.ops.sampling import shape
 from pagec.compiler.sampling import NUM_WORDS, mask_words
-from pagec.runtime.sampler import Row, SamplingInputs, sampling_inputs
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.sampling.sampler import Row, SamplingInputs, sampling_inputs
 from support.kernels import KernelRun
 
 F64 = npt.NDArray[np.float64]

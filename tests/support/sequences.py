@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.sequence import Sequence
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagec.runtime.block_manager import BlockManager
+from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.scheduler import Entry
 
 VOCAB = 50

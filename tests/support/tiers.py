@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from pagec.runtime.kv_store import BlockName, BlockStore
+from pagec.runtime.kv.store import BlockName, BlockStore
 
 
 class LateExecutor(Executor):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagec.compiler.importers.gguf import GgufCheckpoint
 from pagec.compiler.importers.tokenizer import tokenizer_of_gguf
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.text.tokenizer import Tokenizer
 
 
 def write_tokenizer(gguf: Path, artifact: Path) -> Path:

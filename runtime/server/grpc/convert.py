@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.beam import BeamSearchParams
-from pagec.runtime.pieces import TokenTexts
-from pagec.runtime.sampler import Logprob, TokenLogprobs
-from pagec.runtime.sampling import SamplingParams, StructuredOutputsParams
+from pagec.runtime.sampling.beam import BeamSearchParams
+from pagec.runtime.sampling.params import SamplingParams, StructuredOutputsParams
+from pagec.runtime.sampling.sampler import Logprob, TokenLogprobs
 from pagec.runtime.server.generation import Call, Generation, Update
 from pagec.runtime.server.grpc import pagec_v1_pb2 as pb
 from pagec.runtime.server.openai.calls import chat_messages, encode
 from pagec.runtime.server.service import Service
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.text.pieces import TokenTexts
+from pagec.runtime.text.tokenizer import Tokenizer
 
 FINISH_REASONS: Final = {
     None: pb.FINISH_REASON_UNSPECIFIED,

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import msgspec
 
-from pagec.runtime.pieces import TokenTexts
-from pagec.runtime.sampler import Logprob, TokenLogprobs
+from pagec.runtime.sampling.sampler import Logprob, TokenLogprobs
 from pagec.runtime.server.generation import Generation, Update
 from pagec.runtime.server.openai.bodies import GenerationBody
+from pagec.runtime.text.pieces import TokenTexts
 
 LEAST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON lacks
 

@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any, Final
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.beam import BeamSearchParams
-from pagec.runtime.sampling import SamplingParams, StructuredOutputsParams
+from pagec.runtime.sampling.beam import BeamSearchParams
+from pagec.runtime.sampling.params import SamplingParams, StructuredOutputsParams
 from pagec.runtime.server.generation import Call
 from pagec.runtime.server.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from pagec.runtime.server.openai.failures import NotFoundError

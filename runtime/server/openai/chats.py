@@ -10,8 +10,7 @@ from typing import Any
 from fastapi import Response
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.pieces import TokenTexts
-from pagec.runtime.sampling import StructuredOutputsParams
+from pagec.runtime.sampling.params import StructuredOutputsParams
 from pagec.runtime.server.generation import Call, Generation, Update
 from pagec.runtime.server.openai import answers
 from pagec.runtime.server.openai.bodies import ChatBody
@@ -37,6 +36,7 @@ from pagec.runtime.server.tools import (
     make_tool_format,
     new_call_id,
 )
+from pagec.runtime.text.pieces import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)

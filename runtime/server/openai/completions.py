@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import Response
 
-from pagec.runtime.sampler import TokenLogprobs
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.sampling.sampler import TokenLogprobs
 from pagec.runtime.server.generation import Call, Generation, Update
 from pagec.runtime.server.openai import answers
 from pagec.runtime.server.openai.bodies import CompletionBody
@@ -17,7 +17,7 @@ from pagec.runtime.server.openai.calls import check_model, completion_calls
 from pagec.runtime.server.openai.failures import json_response
 from pagec.runtime.server.openai.sending import DONE, EventStream, merged, start_all
 from pagec.runtime.server.service import Service, new_id
-from pagec.runtime.text import ChoiceText
+from pagec.runtime.text.choice import ChoiceText
 
 
 async def complete(service: Service, body: CompletionBody) -> Response:

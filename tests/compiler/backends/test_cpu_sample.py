@@ -22,8 +22,8 @@ from support.targets import RUNNABLE, targets
 
 from pagec.compiler.ops.sampling import philox, sample, uniform
 from pagec.compiler.sampling import Words
-from pagec.runtime.sampler import Row, Sampler, sampling_inputs
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.sampling.sampler import Row, Sampler, sampling_inputs
 
 VOCAB = 300  # two groups and a part of a third, which ends within a vector
 DRAWS = 20_000

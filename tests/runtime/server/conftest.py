@@ -9,7 +9,7 @@ import pytest
 from support.serving import RunningServer, served_artifact
 
 from pagec.runtime.engine import Engine
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.sequence import Request
 
 Run = Callable[[Sequence[int], SamplingParams], Request]

@@ -19,7 +19,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from support.serving import RunningServer, bytes_of, token_of, tokens_of
 
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
 
 DIRECTORY = Path(__file__).parents[3] / "runtime" / "server" / "grpc"
 SERVICE = "pagec.v1.Pagec"

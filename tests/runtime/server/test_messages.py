@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.beam import BeamSearchParams
-from pagec.runtime.sampler import Logprob, TokenLogprobs
-from pagec.runtime.sampling import SamplingParams, StructuredOutputsParams
+from pagec.runtime.sampling.beam import BeamSearchParams
+from pagec.runtime.sampling.params import SamplingParams, StructuredOutputsParams
+from pagec.runtime.sampling.sampler import Logprob, TokenLogprobs
 from pagec.runtime.server.limits import RequestLimits
 from pagec.runtime.server.messages import (
     Abort,

@@ -12,7 +12,7 @@ import openai
 import pytest
 from support.serving import TEMPLATE, RunningServer, bytes_of, token_of, tokens_of
 
-from pagec.runtime.sampling import SamplingParams
+from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.sequence import Request
 
 Run = Callable[[Sequence[int], SamplingParams], Request]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pagec.compiler.artifact import Artifact
 from pagec.runtime.server.messages import (
     Abort,
     AskSnapshot,
@@ -222,9 +223,10 @@ def test_an_idle_engine_waits(artifact: Path) -> None:
 
     mine, theirs = socket.socketpair()
     connection, front = Watched(theirs), Front(mine)
-    engine, _ = open_engine(Start(str(artifact), {"num_blocks": 100}))
+    opened = Artifact.open(artifact)
+    engine, _ = open_engine(opened, {"num_blocks": 100})
     with engine:
-        worker = Worker(engine, connection, Grammars(artifact, engine, connection))
+        worker = Worker(engine, connection, Grammars(opened, connection))
         thread = threading.Thread(target=worker.run)
         thread.start()
         front.send(Submit("a", [5], {"max_tokens": 5, "ignore_eos": True}))

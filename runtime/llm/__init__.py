@@ -1,0 +1,1 @@
+"""The Python API: `LLM`, its outputs, and the thread that steps its engine."""

@@ -1,0 +1,169 @@
+"""Text to token ids and back, and the chat template: all from an artifact's tokenizer directory.
+
+tokenizer/tokenizer.json         for the `tokenizers` library
+tokenizer/chat_template.jinja    absent if the model has none
+tokenizer/generation.json        which ids begin and end a text
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as Backend
+
+from pagec.compiler.errors import ArtifactError, RequestError
+from pagec.runtime.text.defaults import TOKENIZER_DIRECTORY, GenerationDefaults
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """An artifact's tokenizer."""
+
+    def __init__(self, backend: Backend, defaults: GenerationDefaults, chat_template: str | None) -> None:
+        self._backend = backend
+        self.defaults = defaults
+        self.chat_template = chat_template
+        self._template = ChatTemplate(chat_template) if chat_template else None
+
+    @staticmethod
+    def open(artifact: Path) -> Tokenizer:
+        """Reads the tokenizer of an artifact; ArtifactError if it has none."""
+        directory = artifact / TOKENIZER_DIRECTORY
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ArtifactError(
+                "has no tokenizer",
+                place=str(artifact),
+                remedy="compile from a checkpoint that has one; the engine itself takes token ids",
+            )
+        template = directory / "chat_template.jinja"
+        return Tokenizer(
+            Backend.from_file(str(file)),
+            GenerationDefaults.read(artifact),
+            template.read_text(encoding="utf-8") if template.is_file() else None,
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, place: str = "prompt") -> list[int]:
+        """A plain text's ids, with the tokens that the model wants around a text (or without); RequestError,
+        which names `place`, for a text that is no Unicode."""
+        ids = self._encode(text, place=place, add_special_tokens=add_special_tokens)
+        bos = self.defaults.bos_token_id
+        if add_special_tokens and self.defaults.add_bos and bos is not None and ids[:1] != [bos]:
+            return [bos, *ids]
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **names: Any
+    ) -> list[int]:
+        """A conversation's ids, up to where the model's answer begins. `tools`: descriptions of functions
+        that the model may call; `names`: what else the template knows."""
+        text = self.render_chat(messages, tools=tools, **names)
+        return self._encode(text, place="messages", add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: ChatTemplate | None = None,
+        **names: Any,
+    ) -> str:
+        """A conversation as the text that the model was trained on, or as another template says."""
+        template = template or self._template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template", place="messages", remedy="send a plain prompt instead"
+            )
+        own = {"bos_token": self.defaults.bos_token, "eos_token": self.defaults.eos_token, "tools": tools}
+        return template.render(messages, **{**names, **own})
+
+    def _encode(self, text: str, *, place: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can carry
+            raise RequestError(f"character {error.start} is no Unicode character", place=place) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def piece(self, token: int) -> str:
+        """A token as the vocabulary writes it, "" for one that it does not have; see `token_bytes`."""
+        return self._backend.id_to_token(token) or ""
+
+    @cached_property
+    def decoders(self) -> dict[str, dict[str, Any]]:
+        """What makes text of pieces: the settings of each step, by its type."""
+        decoder = self._backend.decoder
+        return {} if decoder is None else dict(_steps(json.loads(decoder.__getstate__())))
+
+
+def _steps(decoder: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if decoder["type"] == "Sequence":
+        for inner in decoder["decoders"]:
+            yield from _steps(inner)
+    else:
+        yield decoder["type"], decoder
+
+
+class ChatTemplate:
+    """A model's Jinja template, run in the sandbox with the names that Hugging Face gives templates."""
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ArtifactError(
+                f"line {error.lineno}: {error}",
+                place="chat_template.jinja",
+                remedy="mend the checkpoint's chat template and compile the model again",
+            ) from error
+
+    def render(self, messages: Sequence[Message], **names: Any) -> str:
+        """The conversation as text; RequestError if the template refuses it."""
+        try:
+            return self._template.render(**{"add_generation_prompt": True, **names, "messages": messages})
+        except Exception as error:  # a template is a program of its own: anything may go wrong in it
+            raise RequestError(f"the chat template refuses it: {error}", place="messages") from error
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Unlike Jinja's own filter, this one escapes no HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
