@@ -1,4 +1,4 @@
-"""What a compilation is for: a CPU kind (or, later, a GPU), as an artifact records it.
+"""What a compilation is for: a CPU kind or a GPU, as an artifact records it.
 
 The descriptions live in `configs/targets/*.yaml` (read by `backends.targets`); an artifact carries its
 own copy, so that a serving host can tell whether it may run it without reading YAML.
@@ -45,6 +45,37 @@ class CpuTarget:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CpuTarget:
         return CpuTarget(**{**data, "requires": tuple(data["requires"])})
+
+
+@dataclass(frozen=True, slots=True)
+class CudaTarget:
+    """An NVIDIA GPU. `sm`: compute capability (80: 8.0).
+
+    Sizes per multiprocessor bound how many blocks of threads it holds at a time; rates (dense bf16, at
+    `clock_mhz`) are for the cost model. `run`: False where code has only ever been compiled, never run.
+    """
+
+    name: str
+    sm: int
+    sms: int
+    shared_bytes_per_block: int
+    shared_bytes_per_sm: int
+    registers_per_sm: int
+    warps_per_sm: int
+    blocks_per_sm: int
+    clock_mhz: int
+    l2_bytes: int
+    memory_bytes: int
+    memory_bytes_per_ns: float
+    mma_flops_per_clock: int
+    run: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> CudaTarget:
+        return CudaTarget(**data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from support import oracle
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from pagec.runtime.tokenizer import Tokenizer
+from pagec.runtime.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parent.parent / "LICENSE"
 

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import yaml
 
 from pagec import configs
 from pagec.compiler.errors import TargetError
-from pagec.compiler.target import CpuTarget, host
+from pagec.compiler.target import CpuTarget, CudaTarget, host
 
 HOST = "cpu"
 # Tried in this order for "cpu".
 PREFERENCE = ("cpu-avx512-bf16", "cpu-avx512", "cpu-avx2", "cpu-neon")
+GPUS = ("a100", "h100", "h200")
 
 
 def load_target(name: str) -> CpuTarget:
-    """A target by name."""
-    return best_for_this_machine() if name == HOST else _read(name)
+    """A CPU target by name."""
+    if name == HOST:
+        return best_for_this_machine()
+    data = _read(name)
+    if "sm" in data:
+        raise TargetError(
+            f"{name} is a GPU, for which whole models are not compiled yet",
+            place="--target",
+            remedy=f"use cpu, or one of {', '.join(PREFERENCE)}",
+        )
+    return CpuTarget.from_json(data)
+
+
+def load_cuda_target(name: str) -> CudaTarget:
+    """A GPU by name."""
+    data = _read(name)
+    if "sm" not in data:
+        raise TargetError(f"{name} is no GPU", place="--target", remedy=f"use one of {', '.join(GPUS)}")
+    return CudaTarget.from_json(data)
 
 
 def best_for_this_machine() -> CpuTarget:
     """The first target of PREFERENCE whose flags this machine has."""
     machine = host()
     for name in PREFERENCE:
-        target = _read(name)
+        target = CpuTarget.from_json(_read(name))
         if target.machine == machine.machine and machine.flags.issuperset(target.requires):
             return target
     raise TargetError(
@@ -33,11 +51,11 @@ def best_for_this_machine() -> CpuTarget:
     )
 
 
-def _read(name: str) -> CpuTarget:
-    path = Path(configs.__file__).parent / "targets" / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+def _read(name: str) -> dict[str, Any]:
+    path = configs.find("targets", name)
+    if path is None:
+        known = ", ".join(configs.names("targets"))
         raise TargetError(
-            f"there is no target {name!r}", place="--target", remedy=f"use cpu, or one of {', '.join(known)}"
+            f"there is no target {name!r}", place="--target", remedy=f"use cpu, or one of {known}"
         )
-    return CpuTarget.from_json({"name": name, **yaml.safe_load(path.read_text())})
+    return {"name": name, **yaml.safe_load(path.read_text())}

@@ -1,0 +1,186 @@
+"""A linear and what follows it element by element -> its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from pagec.compiler.backends.cuda.emit import ELEMENTS, CudaKernel, make_kernel
+from pagec.compiler.backends.cuda.values import Values
+from pagec.compiler.dims import row_stride
+from pagec.compiler.errors import CompileError
+from pagec.compiler.ir import Graph, Node
+from pagec.compiler.launch import Counts, GridRule
+from pagec.compiler.verifier import VIEWS
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKnobs:
+    """A tile of BM x BN and BK of K a step; `group_m` tiles of rows go together; K in `splits` pieces; `tma`:
+    weights by the tensor memory accelerator (sm_90)."""
+
+    BM: int = 128
+    BN: int = 128
+    BK: int = 64
+    warps: int = 8
+    stages: int = 3
+    group_m: int = 8
+    splits: int = 1
+    tma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """y[M, n] = x[M, k] w[n, k]^T: n and k as they lie in memory, `dtype` of x and w, `count` of M's rows.
+
+    `parts`: 2 if columns of two equal parts take turns.
+    """
+
+    n: int
+    k: int
+    dtype: str
+    count: str = "T"
+    bias: bool = False
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows: lines of Triton on y0 (and y1, the second part), the arrays they use, the arguments
+    behind them; `width`: elements of a row, where not all columns are (else 0)."""
+
+    ops: tuple[str, ...]
+    lines: tuple[str, ...]
+    arrays: tuple[tuple[str, str], ...]
+    args: tuple[str, ...] = ()
+    width: int = 0
+
+
+def plain(shape: LinearShape, out: str) -> Epilogue:
+    """y as it is, stored as `out`."""
+    value = "y0" if out == "f32" else f"y0.to({ELEMENTS[out]})"
+    store = f"tl.store(out0 + row * {shape.n} + column, {value}, mask=stored)"
+    return Epilogue((), (store,), (("out0", out),))
+
+
+def shape_of(node: Node, graph: Graph) -> LinearShape:
+    """Of a linear or fused.linear node."""
+    linear = _linear(node)
+    x, y = graph.type(linear.inputs[0][1:]), graph.type(linear.outputs[0])
+    parts = len(_slices(node)) or 1
+    n = parts * row_stride(y.inner[1:]) if parts > 1 else row_stride(y.inner)
+    assert y.rows is not None
+    return LinearShape(n, row_stride(x.inner), x.dtype, Counts[y.rows].name, len(linear.inputs) > 2, parts)
+
+
+def epilogue_of(node: Node, graph: Graph, shape: LinearShape, bn: int) -> Epilogue:
+    """Of a linear or fused.linear node, for tiles of `bn` columns."""
+    linear, out = _linear(node), graph.type(node.outputs[0])
+    elements, columns = prod(out.inner), row_stride(out.inner)
+    # Columns of the last tile that are none are not read either.
+    masked = bool(node.body) and (elements != columns or shape.n % bn != 0)
+    values = Values(node, graph, masked=masked)
+    values.known[linear.outputs[0]] = "y0"
+    values.known |= {name: f"y{start}" for name, start in _slices(node).items()}
+    rest = tuple(inner for inner in node.body if inner is not linear)
+    values.compute(rest)
+    values.store(node.outputs[0], "stored")
+    ops = tuple(inner.op for inner in rest if inner.op not in VIEWS)
+    return Epilogue(
+        ops, tuple(values.lines), tuple(values.arrays), tuple(values.args), elements if masked else 0
+    )
+
+
+def linear_of(node: Node, graph: Graph, knobs: LinearKnobs) -> tuple[tuple[CudaKernel, tuple[str, ...]], ...]:
+    """The kernels of a linear or fused.linear node and their arguments as program.py has them."""
+    shape = shape_of(node, graph)
+    epilogue = epilogue_of(node, graph, shape, knobs.BN if knobs.splits == 1 else _sum_columns(shape))
+    inner = _linear(node)
+    first = (f"value:{inner.inputs[0][1:]}", f"weight:{inner.inputs[1][1:]}")
+    bias = (f"weight:{inner.inputs[2][1:]}",) if shape.bias else ()
+    kernels = linear(shape, epilogue, knobs)
+    if len(kernels) == 1:
+        return ((kernels[0], (*first, *bias, *epilogue.args)),)
+    return (kernels[0], (*first, "scratch:")), (kernels[1], (*bias, "scratch:", *epilogue.args))
+
+
+def _linear(node: Node) -> Node:
+    found = node.find("linear")
+    assert found is not None
+    return found
+
+
+def _slices(node: Node) -> dict[str, int]:
+    """The parts of the linear's result, by name."""
+    result = _linear(node).outputs[0]
+    return {
+        n.outputs[0]: int(str(n.attrs["start"]))
+        for n in node.body
+        if n.op == "slice" and n.inputs[0][1:] == result
+    }
+
+
+def linear(shape: LinearShape, epilogue: Epilogue, knobs: LinearKnobs) -> tuple[CudaKernel, ...]:
+    """One kernel, or with `splits` two: the second sums up partial[splits, M, n] and does the rest."""
+    tile = f"{knobs.BM}x{knobs.BN}x{knobs.BK}{'_tma' * knobs.tma}"
+    # Whole bands of group_m tiles of rows.
+    columns = knobs.group_m * knobs.splits * -(-shape.n // knobs.BN)
+    grid = GridRule(shape.count, knobs.BM * knobs.group_m, columns)
+    inputs = (("x", shape.dtype), ("w", shape.dtype))
+    bias = (("bias", "f32"),) if shape.bias else ()
+    if knobs.splits == 1:
+        params = _params(shape, epilogue, knobs)
+        arrays = (*inputs, *bias, *epilogue.arrays)
+        words = f"{_words(shape, epilogue)}_{tile}"
+        return (make_kernel("linear", words, params, arrays, grid, knobs.warps, knobs.stages),)
+    sums = replace(shape, bias=False, parts=1)
+    nothing = Epilogue((), (), ())
+    arrays = (*inputs, ("partial", "f32"))
+    words = f"{_words(sums, nothing)}_{tile}_s{knobs.splits}"
+    first = make_kernel(
+        "linear", words, _params(sums, nothing, knobs), arrays, grid, knobs.warps, knobs.stages
+    )
+    small = replace(knobs, BM=4, BN=_sum_columns(shape), warps=4)
+    params = _params(shape, epilogue, small)
+    arrays = (*bias, ("partial", "f32"), *epilogue.arrays)
+    grid = GridRule(shape.count, small.BM, params["tiles_n"])
+    words = f"{_words(shape, epilogue)}_s{knobs.splits}"
+    return first, make_kernel("linear_sum", words, params, arrays, grid, small.warps)
+
+
+def _words(shape: LinearShape, epilogue: Epilogue) -> str:
+    sizes = f"{shape.dtype}_n{shape.n}_k{shape.k}{'_bias' * shape.bias}"
+    return sizes + "".join(f"_{op}" for op in dict.fromkeys(epilogue.ops))
+
+
+def _sum_columns(shape: LinearShape) -> int:
+    """Columns of a tile where partial sums are put together."""
+    return 256 if shape.n % 256 == 0 else 64
+
+
+def _params(shape: LinearShape, epilogue: Epilogue, knobs: LinearKnobs) -> dict[str, Any]:
+    if shape.k % (knobs.BK * knobs.splits):
+        raise CompileError(
+            f"K = {shape.k} is not {knobs.splits} splits of whole steps of {knobs.BK}",
+            place=f"linear {shape.n} x {shape.k}",
+        )
+    return {
+        "dtype": ELEMENTS[shape.dtype],
+        "NP": shape.n,
+        "KP": shape.k,
+        "bias": shape.bias,
+        "parts": shape.parts,
+        "count": shape.count,
+        "ops": list(dict.fromkeys(epilogue.ops)),
+        "lines": list(epilogue.lines),
+        "width": epilogue.width,
+        "masked": bool(epilogue.width),
+        "BM": knobs.BM,
+        "BN": knobs.BN,
+        "BK": knobs.BK,
+        "group_m": knobs.group_m,
+        "splits": knobs.splits,
+        "tma": knobs.tma,
+        "tiles_n": -(-shape.n // knobs.BN),
+    }
