@@ -71,7 +71,7 @@ $(VENV)/compile: $(VENV)/made constraints.txt pyproject.toml
 
 $(VENV)/dev: $(VENV)/made constraints.txt pyproject.toml
 	@echo "installing pagec, its compiler and what the tests need into $(VENV)"
-	@$(PIP) --no-build-isolation --editable ".[compile,serve,dev]"
+	@$(PIP) --no-build-isolation --editable ".[compile,serve,cuda,dev]"
 	@touch $(VENV)/compile $@
 
 # --------------------------------------------------------------------------------- demo and serve

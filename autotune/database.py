@@ -6,13 +6,14 @@ taken; `notices` says so once. Where there is no entry the kernel takes its base
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from pagec import configs
 from pagec.autotune.fingerprint import Backend, machine_name, template_hash
-from pagec.autotune.table import Entry, Table, read_table, table_path
+from pagec.autotune.prediction import Point
+from pagec.autotune.table import Entry, Mode, Table, read_table, table_path
 from pagec.compiler.errors import ArtifactError
 
 DIRECTORY: Final = "tuned"
@@ -52,6 +53,16 @@ class Database:
     def keys(self, kind: str) -> list[str]:
         """All keys that there is an entry of, sorted."""
         return sorted({key for table in self.tables(kind) for key in table.entries})
+
+    def choices(self, kinds: Iterable[str], mode: Mode) -> dict[str, tuple[tuple[int, Point], ...]]:
+        """What compiling takes: by "kind/key" points for ascending numbers of rows, the last for any (0)."""
+        found = {}
+        for kind in kinds:
+            for key in self.keys(kind):
+                entry = self.find(kind, key)
+                assert entry is not None
+                found[f"{kind}/{key}"] = tuple((one.rows, one.point) for one in entry.sets[mode])
+        return found
 
     def tables(self, kind: str) -> list[Table]:
         """The tables of a kernel that may be used, the user's first."""

@@ -1,8 +1,8 @@
 """How a compiled GPU kernel is launched: pagec's own description, independent of the compiler that made it.
 
-A kernel takes pointers alone: everything else is a constant of its source, and the numbers of rows are read
-from the device array `counts`, so that a captured graph depends on the bucket only. After its arguments a
-launcher passes one pointer to scratch memory and a null pointer.
+A kernel takes pointers alone: everything else is a constant of its source. The last one, `count`, points at
+the word of the device array `counts` that says how many rows or items there are, so that a captured graph
+depends on the bucket only. After these a launcher passes a pointer to scratch memory and a null pointer.
 """
 
 from __future__ import annotations
@@ -14,35 +14,33 @@ from typing import Any, Final
 
 from pagec.compiler.errors import ArtifactError
 
-# Every pointer is a multiple of this; kernels are compiled on that promise, and launchers check it.
+# Pointers to arrays are multiples of this: kernels are compiled on that promise, and launchers check it.
 POINTER_ALIGN: Final = 16
+COUNT_ALIGN: Final = 4
 
 
 class Counts(IntEnum):
     """Which word of the device array `counts` holds how many of what the step has.
 
     T, S, R: see dims.py. TILES: work items of prefill attention. SPLITS: work items of decode attention.
-    COPIES: blocks that are copied before the step. BLOCKS: blocks of the pool. NONE: the constant 1.
+    COPIES: blocks that are copied before the step.
     """
 
-    NONE = 0
-    T = 1
-    S = 2
-    R = 3
-    TILES = 4
-    SPLITS = 5
-    COPIES = 6
-    BLOCKS = 7
+    T = 0
+    S = 1
+    R = 2
+    TILES = 3
+    SPLITS = 4
+    COPIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class GridRule:
-    """Programs of a launch: `columns` for each `rows` rows of `count`, and `extra` ones.
+    """Programs of a launch: `columns` for each `rows` rows, and `extra` ones.
 
     `per_sm`: at most so many programs for each multiprocessor, which share out the items; 0: one for each.
     """
 
-    count: str
     rows: int
     columns: int
     per_sm: int = 0

@@ -119,6 +119,14 @@ def test_only_the_exact_key_is_found(tmp_path: Path) -> None:
     assert found.notices == []
 
 
+def test_choices_are_plain_data(tmp_path: Path) -> None:
+    found = database(tmp_path, table({"n1_k1": entry(1.0, rows=(16, 0)), "n2_k1": entry(1.0)}))
+    assert found.choices(["linear", "attention_decode"], "strict") == {
+        "linear/n1_k1": ((16, {"BM": 16}), (0, {"BM": 128})),
+        "linear/n2_k1": ((0, {"BM": 128}),),
+    }
+
+
 def test_the_users_table_goes_first_and_a_measurement_before_all(tmp_path: Path) -> None:
     ours = {"a": entry(1.0), "b": entry(1.0, "measured"), "c": entry(1.0)}
     users = {"a": entry(2.0), "b": entry(2.0)}

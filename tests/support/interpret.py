@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from pagec.compiler.backends.cuda.emit import CudaKernel
-from pagec.compiler.launch import Counts
 
 KINDS: Mapping[str, Any] = {"f32": np.float32, "f16": np.float16, "i32": np.int32}
 
@@ -29,14 +28,11 @@ def interpret(kernel: CudaKernel, arrays: Mapping[str, Any], counts: Mapping[str
     assert [name for name, _ in kernel.arrays] == list(arrays)
     for name, element in kernel.arrays:
         assert arrays[name].dtype == KINDS[element], f"{name} is {arrays[name].dtype}, not {element}"
-    words = np.zeros(len(Counts), np.int32)
-    words[Counts.NONE] = 1
-    for name, number in counts.items():
-        words[Counts[name]] = number
-    programs = kernel.grid.programs(int(words[Counts[kernel.grid.count]]), sms)
+    count = counts[kernel.rows.name]
+    programs = kernel.grid.programs(count, sms)
     # A bucket has room for more than there is: programs that find nothing to do leave everything as it is.
-    programs += kernel.grid.columns * 2
-    given = [*arrays.values(), words]
+    programs += (kernel.grid.columns + kernel.grid.extra) * 2
+    given = [*arrays.values(), np.array([count], np.int32)]
     results = _pool().submit(_run, kernel.key, kernel.source(), given, programs).result()
     for array, result in zip(arrays.values(), results, strict=False):
         array[...] = result

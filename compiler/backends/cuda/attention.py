@@ -108,8 +108,10 @@ def prefill(shape: AttentionShape, knobs: PrefillKnobs) -> CudaKernel:
         ("out", shape.out_dtype),
     )
     words = f"{shape.words()}_{knobs.BM}x{knobs.BN}{'_strict' if knobs.split else ''}"
-    grid = GridRule(Counts.TILES.name, 1, shape.kv_heads * chunks)
-    return make_kernel("attention_prefill", words, params, arrays, grid, knobs.warps, knobs.stages)
+    grid = GridRule(1, shape.kv_heads * chunks)
+    return make_kernel(
+        "attention_prefill", words, params, arrays, Counts.TILES, grid, knobs.warps, knobs.stages
+    )
 
 
 def decode(shape: AttentionShape, knobs: DecodeKnobs) -> CudaKernel:
@@ -127,9 +129,11 @@ def decode(shape: AttentionShape, knobs: DecodeKnobs) -> CudaKernel:
         ("stats", "f32"),
         ("sums", "f32"),
     )
-    grid = GridRule(Counts.SPLITS.name, 1, shape.kv_heads * chunks, knobs.per_sm)
+    grid = GridRule(1, shape.kv_heads * chunks, knobs.per_sm)
     words = f"{shape.words()}_{knobs.BN}x{knobs.split}"
-    return make_kernel("attention_decode", words, params, arrays, grid, knobs.warps, knobs.stages)
+    return make_kernel(
+        "attention_decode", words, params, arrays, Counts.SPLITS, grid, knobs.warps, knobs.stages
+    )
 
 
 def merge(shape: AttentionShape, split: int, warps: int = 1) -> CudaKernel:
@@ -145,8 +149,8 @@ def merge(shape: AttentionShape, split: int, warps: int = 1) -> CudaKernel:
         ("sums", "f32"),
         ("out", shape.out_dtype),
     )
-    grid = GridRule(Counts.S.name, 1, shape.heads)
-    return make_kernel("attention_merge", f"{shape.words()}_{split}", params, arrays, grid, warps)
+    grid = GridRule(1, shape.heads)
+    return make_kernel("attention_merge", f"{shape.words()}_{split}", params, arrays, Counts.S, grid, warps)
 
 
 def _power(width: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from pagec.compiler.backends.cuda.resources import Resources, check, mma_kind, parse_usage
 from pagec.compiler.errors import CompileError
-from pagec.compiler.launch import POINTER_ALIGN, GridRule, LaunchMetadata
+from pagec.compiler.launch import COUNT_ALIGN, POINTER_ALIGN, GridRule, LaunchMetadata
 from pagec.compiler.target import CudaTarget
 
 Progress = Callable[[str, int, int], None]
@@ -155,7 +155,7 @@ def _compile(request: CompileRequest, target: CudaTarget) -> Cubin:
     launch = LaunchMetadata(
         symbol=metadata.name,
         arguments=request.signature,
-        align=tuple(POINTER_ALIGN if name in request.divisible else 1 for name in names),
+        align=tuple(POINTER_ALIGN if name in request.divisible else COUNT_ALIGN for name in names),
         warps=metadata.num_warps,
         shared_bytes=metadata.shared,
         grid=request.grid,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,14 +29,16 @@ POINTERS: Final[Mapping[str, str]] = {"f32": "*fp32", "bf16": "*bf16", "f16": "*
 class CudaKernel:
     """A template of templates/cuda with its parameters; `arrays` are (name, element type), in order.
 
-    Behind them every kernel takes `counts` (see launch.Counts). `warps` and `stages` are knobs that do not
-    show in the source.
+    Behind them every kernel takes `count`, a pointer to how many `rows` there are (a name of launch.Counts).
+    `warps` and `stages` are knobs that do not show in the source; nor does `rows`, of which one kernel may
+    serve several.
     """
 
     key: str
     template: str
     params: Mapping[str, Any]
     arrays: tuple[tuple[str, str], ...]
+    rows: Counts
     grid: GridRule
     warps: int
     stages: int
@@ -48,7 +50,6 @@ class CudaKernel:
             key=self.key,
             symbol=self.key,
             arrays=self.arrays,
-            counts={count.name: int(count) for count in Counts},
             **self.params,
         )
         # Templates leave blank lines where parts of them are empty.
@@ -58,13 +59,13 @@ class CudaKernel:
         """The source in a file, and what is to be compiled."""
         file = directory / f"{self.key}.py"
         file.write_text(self.source())
-        arguments = (*self.arrays, ("counts", "i32"))
+        arguments = (*self.arrays, ("count", "i32"))
         return CompileRequest(
             key=self.key,
             file=file,
             symbol=self.key,
             signature=tuple((name, POINTERS[element]) for name, element in arguments),
-            divisible=tuple(name for name, _ in arguments),
+            divisible=tuple(name for name, _ in self.arrays),
             grid=self.grid,
             warps=self.warps,
             stages=self.stages,
@@ -76,11 +77,12 @@ def make_kernel(
     words: str,
     params: Mapping[str, Any],
     arrays: tuple[tuple[str, str], ...],
+    rows: Counts,
     grid: GridRule,
     warps: int,
     stages: int = 1,
 ) -> CudaKernel:
     """A kernel; its key is readable, and different for different parameters."""
-    text = json.dumps([params, arrays, grid.columns, grid.per_sm, warps, stages], sort_keys=True)
+    text = json.dumps([params, arrays, asdict(grid), warps, stages], sort_keys=True)
     key = f"{template}_{words}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    return CudaKernel(key, template, params, arrays, grid, warps, stages)
+    return CudaKernel(key, template, params, arrays, rows, grid, warps, stages)

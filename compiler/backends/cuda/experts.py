@@ -35,11 +35,10 @@ def top_k(node: Node, graph: Graph, warps: int = 1) -> CudaKernel:
         "k": k,
         "out_stride": row_stride((k,)),
         "normalize": bool(node.attrs.get("normalize", False)),
-        "count": _count(graph, node),
     }
     arrays = (("x", "f32"), ("values", "f32"), ("indices", "i32"))
-    grid = GridRule(_count(graph, node), 1, 1)
-    return make_kernel("top_k", f"{k}_of_{x.inner[0]}", params, arrays, grid, warps)
+    grid = GridRule(1, 1)
+    return make_kernel("top_k", f"{k}_of_{x.inner[0]}", params, arrays, _rows(graph, node), grid, warps)
 
 
 def expert_lists(node: Node, graph: Graph, warps: int = 4) -> CudaKernel:
@@ -52,11 +51,16 @@ def expert_lists(node: Node, graph: Graph, warps: int = 4) -> CudaKernel:
         "stride": row_stride(chosen.inner),
         "block": LIST_BLOCK,
         "bins": _power(experts + 1),
-        "count": _count(graph, node),
     }
-    grid = GridRule(Counts.NONE.name, 1, experts)
+    grid = GridRule(1, 0, extra=experts)
     return make_kernel(
-        "expert_lists", f"{k}_of_{experts}", params, (("chosen", "i32"), ("out", "i32")), grid, warps
+        "expert_lists",
+        f"{k}_of_{experts}",
+        params,
+        (("chosen", "i32"), ("out", "i32")),
+        _rows(graph, node),
+        grid,
+        warps,
     )
 
 
@@ -97,8 +101,10 @@ def grouped_linear(node: Node, graph: Graph, knobs: GroupedKnobs) -> CudaKernel:
     arrays = (("x", x.dtype), ("w", x.dtype), ("lists", "i32"), *vectors, ("out", out.dtype))
     words = f"{x.dtype}_{choices}_of_{experts}_n{n}_k{k}{'_bias' * bias}_{knobs.BM}x{knobs.BN}x{knobs.BK}"
     # Tiles of rows: of all choices together, and the last of each expert may be a part of one.
-    grid = GridRule(_count(graph, node), knobs.BM, choices * tiles_n, extra=experts * tiles_n)
-    return make_kernel("grouped_linear", words, params, arrays, grid, knobs.warps, knobs.stages)
+    grid = GridRule(knobs.BM, choices * tiles_n, extra=experts * tiles_n)
+    return make_kernel(
+        "grouped_linear", words, params, arrays, _rows(graph, node), grid, knobs.warps, knobs.stages
+    )
 
 
 def expert_columns(node: Node, graph: Graph) -> int:
@@ -113,10 +119,10 @@ def _experts(node: Node) -> int:
     return experts
 
 
-def _count(graph: Graph, node: Node) -> str:
+def _rows(graph: Graph, node: Node) -> Counts:
     rows = graph.type(node.outputs[0]).rows
     assert rows is not None
-    return Counts[rows].name
+    return Counts[rows]
 
 
 def _power(width: int) -> int:

@@ -85,8 +85,8 @@ def kv_write(
     programs = params["q_programs"] + 2 * params["kv_programs"]
     words = f"{use.dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}"
     words += "_norm" * bool(params["norms"]) + "_rope" * bool(config)
-    grid = GridRule(Counts.T.name, 1, programs)
-    kernel = make_kernel("kv_write", words, params, (*arrays, ("kv", use.dtype)), grid, knobs.warps)
+    grid = GridRule(1, programs)
+    kernel = make_kernel("kv_write", words, params, (*arrays, ("kv", use.dtype)), Counts.T, grid, knobs.warps)
     return kernel, (*args, f"kv:{cache.layer}")
 
 

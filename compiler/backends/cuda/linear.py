@@ -32,7 +32,7 @@ class LinearKnobs:
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """y[M, n] = x[M, k] w[n, k]^T: n and k as they lie in memory, `dtype` of x and w, `count` of M's rows.
+    """y[M, n] = x[M, k] w[n, k]^T: n and k as they lie in memory, `dtype` of x and w, `rows` which M is.
 
     `parts`: 2 if columns of two equal parts take turns.
     """
@@ -40,7 +40,7 @@ class LinearShape:
     n: int
     k: int
     dtype: str
-    count: str = "T"
+    rows: Counts = Counts.T
     bias: bool = False
     parts: int = 1
 
@@ -71,7 +71,7 @@ def shape_of(node: Node, graph: Graph) -> LinearShape:
     parts = len(_slices(node)) or 1
     n = parts * row_stride(y.inner[1:]) if parts > 1 else row_stride(y.inner)
     assert y.rows is not None
-    return LinearShape(n, row_stride(x.inner), x.dtype, Counts[y.rows].name, len(linear.inputs) > 2, parts)
+    return LinearShape(n, row_stride(x.inner), x.dtype, Counts[y.rows], len(linear.inputs) > 2, parts)
 
 
 def epilogue_of(node: Node, graph: Graph, shape: LinearShape, bn: int) -> Epilogue:
@@ -126,27 +126,27 @@ def linear(shape: LinearShape, epilogue: Epilogue, knobs: LinearKnobs) -> tuple[
     tile = f"{knobs.BM}x{knobs.BN}x{knobs.BK}{'_tma' * knobs.tma}"
     # Whole bands of group_m tiles of rows.
     columns = knobs.group_m * knobs.splits * -(-shape.n // knobs.BN)
-    grid = GridRule(shape.count, knobs.BM * knobs.group_m, columns)
+    grid = GridRule(knobs.BM * knobs.group_m, columns)
     inputs = (("x", shape.dtype), ("w", shape.dtype))
     bias = (("bias", "f32"),) if shape.bias else ()
     if knobs.splits == 1:
         params = _params(shape, epilogue, knobs)
         arrays = (*inputs, *bias, *epilogue.arrays)
         words = f"{_words(shape, epilogue)}_{tile}"
-        return (make_kernel("linear", words, params, arrays, grid, knobs.warps, knobs.stages),)
+        return (make_kernel("linear", words, params, arrays, shape.rows, grid, knobs.warps, knobs.stages),)
     sums = replace(shape, bias=False, parts=1)
     nothing = Epilogue((), (), ())
     arrays = (*inputs, ("partial", "f32"))
     words = f"{_words(sums, nothing)}_{tile}_s{knobs.splits}"
     first = make_kernel(
-        "linear", words, _params(sums, nothing, knobs), arrays, grid, knobs.warps, knobs.stages
+        "linear", words, _params(sums, nothing, knobs), arrays, shape.rows, grid, knobs.warps, knobs.stages
     )
     small = replace(knobs, BM=4, BN=_sum_columns(shape), warps=4)
     params = _params(shape, epilogue, small)
     arrays = (*bias, ("partial", "f32"), *epilogue.arrays)
-    grid = GridRule(shape.count, small.BM, params["tiles_n"])
+    grid = GridRule(small.BM, params["tiles_n"])
     words = f"{_words(shape, epilogue)}_s{knobs.splits}"
-    return first, make_kernel("linear_sum", words, params, arrays, grid, small.warps)
+    return first, make_kernel("linear_sum", words, params, arrays, shape.rows, grid, small.warps)
 
 
 def _words(shape: LinearShape, epilogue: Epilogue) -> str:
@@ -171,7 +171,6 @@ def _params(shape: LinearShape, epilogue: Epilogue, knobs: LinearKnobs) -> dict[
         "KP": shape.k,
         "bias": shape.bias,
         "parts": shape.parts,
-        "count": shape.count,
         "ops": list(dict.fromkeys(epilogue.ops)),
         "lines": list(epilogue.lines),
         "width": epilogue.width,

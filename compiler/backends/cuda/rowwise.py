@@ -70,17 +70,16 @@ def rowwise(node: Node, graph: Graph, knobs: RowwiseKnobs) -> tuple[CudaKernel, 
         "masked": region.masked,
         "limit": limit,
         "lines": region.lines,
-        "count": Counts[rows].name,
         "RM": knobs.RM,
     }
     words = f"{'_'.join(ops)}_{region.groups}x{region.width}"
-    grid = _grid(rows, region.groups, knobs.RM)
-    kernel = make_kernel("rowwise", words, params, tuple(region.arrays), grid, knobs.warps)
+    grid = _grid(region.groups, knobs.RM)
+    kernel = make_kernel("rowwise", words, params, tuple(region.arrays), Counts[rows], grid, knobs.warps)
     return kernel, tuple(region.args)
 
 
-def _grid(rows: str, groups: int, rm: int) -> GridRule:
+def _grid(groups: int, rm: int) -> GridRule:
     """Programs for lines; of groups that rm does not divide there are a few too many."""
     if groups == 1:
-        return GridRule(Counts[rows].name, rm, 1)
-    return GridRule(Counts[rows].name, 1, -(-groups // rm))
+        return GridRule(rm, 1)
+    return GridRule(1, -(-groups // rm))

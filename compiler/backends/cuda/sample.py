@@ -28,4 +28,4 @@ def sample(vocab: int, block: int = 1024, warps: int = 8) -> CudaKernel:
         ("token", "i32"),
         ("logprob", "f32"),
     )
-    return make_kernel("sample", str(vocab), params, arrays, GridRule(Counts.R.name, 1, 1), warps)
+    return make_kernel("sample", str(vocab), params, arrays, Counts.R, GridRule(1, 1), warps)

@@ -15,8 +15,8 @@ def embed(width: int, dtype: str, out_dtype: str, warps: int = 4) -> CudaKernel:
     stride = row_stride((width,))
     params = {"stride": stride, "block": 1 << (stride - 1).bit_length(), "out_dtype": ELEMENTS[out_dtype]}
     arrays = (("ids", "i32"), ("table", dtype), ("out", out_dtype))
-    grid = GridRule(Counts.T.name, 1, 1)
-    return make_kernel("embed", f"{dtype}_{stride}", params, arrays, grid, warps)
+    grid = GridRule(1, 1)
+    return make_kernel("embed", f"{dtype}_{stride}", params, arrays, Counts.T, grid, warps)
 
 
 def argmax(width: int, warps: int = 4) -> tuple[CudaKernel, ...]:
@@ -26,20 +26,20 @@ def argmax(width: int, warps: int = 4) -> tuple[CudaKernel, ...]:
     params = {"width": width, "stride": row_stride((width,)), "block": block}
     params |= {"pieces": pieces, "piece": ARGMAX_PIECE, "pairs": False}
     out, found = ("out", "i32"), (("value", "f32"), ("index", "i32"))
-    grid = GridRule(Counts.R.name, 1, pieces)
+    grid = GridRule(1, pieces)
     if pieces == 1:
-        return (make_kernel("argmax", str(width), params, (("x", "f32"), out), grid, warps),)
-    first = make_kernel("argmax", f"{width}_pieces", params, (("x", "f32"), *found), grid, warps)
+        return (make_kernel("argmax", str(width), params, (("x", "f32"), out), Counts.R, grid, warps),)
+    first = make_kernel("argmax", f"{width}_pieces", params, (("x", "f32"), *found), Counts.R, grid, warps)
     params = {"width": pieces, "stride": pieces, "block": 1 << (pieces - 1).bit_length()}
     params |= {"pieces": 1, "piece": pieces, "pairs": True}
-    grid = GridRule(Counts.R.name, 1, 1)
-    return first, make_kernel("argmax", f"{pieces}_pairs", params, (*found, out), grid, 1)
+    grid = GridRule(1, 1)
+    return first, make_kernel("argmax", f"{pieces}_pairs", params, (*found, out), Counts.R, grid, 1)
 
 
 def copy_blocks(spans: int, span_bytes: int, chunk: int = 1024, warps: int = 4) -> CudaKernel:
     """Copies of whole blocks in every span of the pool."""
     words = span_bytes // 4
     params = {"spans": spans, "words": words, "chunk": chunk, "chunks": -(-words // chunk)}
-    grid = GridRule(Counts.COPIES.name, 1, spans * params["chunks"])
-    arrays = (("copies", "i32"), ("pool", "i32"))
-    return make_kernel("copy_blocks", f"{spans}x{words}", params, arrays, grid, warps)
+    grid = GridRule(1, spans * params["chunks"])
+    arrays = (("copies", "i32"), ("blocks", "i32"), ("pool", "i32"))
+    return make_kernel("copy_blocks", f"{spans}x{words}", params, arrays, Counts.COPIES, grid, warps)

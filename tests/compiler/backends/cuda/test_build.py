@@ -52,7 +52,7 @@ def request(directory: Path, size: int = 64, stages: int = 2, **more: object) ->
         "dot",
         tuple(zip(names, kinds, strict=True)),
         names,
-        GridRule("NONE", 1, 1),
+        GridRule(1, 1),
         4,
         stages,
     )
@@ -123,7 +123,7 @@ def test_compiling_needs_neither_torch_nor_tvm(tmp_path: Path) -> None:
         "from pagec.compiler.launch import GridRule\n"
         f"names = {made.divisible!r}\n"
         f"made = build.CompileRequest('key', Path({str(made.file)!r}), 'dot', {made.signature!r}, names,"
-        " GridRule('NONE', 1, 1), 4, 2)\n"
+        " GridRule(1, 1), 4, 2)\n"
         "build.compile_kernel(made, load_cuda_target('a100'))\n"
         "print([name for name in ('torch', 'tvm', 'tvm_ffi') if name in sys.modules])"
     )
@@ -158,9 +158,9 @@ def test_launch_metadata_survive_json_and_check_pointers(tmp_path: Path) -> None
 
 
 def test_grids() -> None:
-    assert GridRule("T", 128, 24).programs(129, 108) == 48
-    assert GridRule("SPLITS", 1, 8, per_sm=2).programs(1, 108) == 8
-    assert GridRule("SPLITS", 1, 8, per_sm=2).programs(1000, 108) == 216
+    assert GridRule(128, 24).programs(129, 108) == 48
+    assert GridRule(1, 8, per_sm=2).programs(1, 108) == 8
+    assert GridRule(1, 8, per_sm=2).programs(1000, 108) == 216
 
 
 @pytest.mark.parametrize(

@@ -131,5 +131,5 @@ def test_copies_of_blocks() -> None:
     expected[:, [5, 6]] = pool[:, [1, 2]]
     copies = np.array([[1, 5], [2, 6]], np.int32)
     kernel = copy_blocks(spans, 4 * words)
-    interpret(kernel, {"copies": copies, "pool": pool}, {"COPIES": 2, "BLOCKS": blocks})
+    interpret(kernel, {"copies": copies, "blocks": np.array([blocks], np.int32), "pool": pool}, {"COPIES": 2})
     assert np.array_equal(pool, expected)
