@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -16,11 +16,8 @@ from pagec.runtime.cli.console import JsonFlag, print_json, print_table, progres
 if TYPE_CHECKING:
     from pagec.autotune.database import Database
     from pagec.autotune.prediction import Candidate
-    from pagec.autotune.problem import Kind
     from pagec.autotune.table import Entry, Table
 
-GPUS: Final = ("a100", "h100", "h200")
-KINDS: Final[tuple[Kind, ...]] = ("attention_prefill", "attention_decode", "linear")
 DEFAULT_COMMAND: Final = "model"
 # The head size and group of Llama.
 COMPARED: Final = "d128_g4"
@@ -91,7 +88,7 @@ def model(
     as_json: JsonFlag = False,
 ) -> None:
     """Tune the kernels of a model: MODEL is what `pagec compile` takes."""
-    if target in GPUS:
+    if _is_gpu(target):
         if offline is False:
             _refuse(
                 f"{target} cannot be measured here",
@@ -142,8 +139,8 @@ def _measured(model: str, target: str, budget: float, effort: Effort, ops: Seque
 def show(target: TargetOption = None, strict: StrictFlag = False, as_json: JsonFlag = False) -> None:
     """Show the tuned choices, the user's before those that pagec ships; for GPUs beside public kernels'."""
     shown = []
-    for database in _databases(target or GPUS):
-        for kind in _kinds(database):
+    for database in _databases(target):
+        for kind in _kinds(database.target):
             entries = [(key, entry) for key in database.keys(kind) if (entry := database.find(kind, key))]
             shown += [
                 {"target": database.target, "kind": kind, "key": key, **entry.to_json()}
@@ -152,7 +149,7 @@ def show(target: TargetOption = None, strict: StrictFlag = False, as_json: JsonF
             if entries and not as_json:
                 _print_entries(f"{kind} on {database.target}", _rows(entries, _mode(strict)))
         _say(database.notices)
-        if not as_json and database.target in GPUS:
+        if not as_json and _is_gpu(database.target):
             _print_public(database.target)
             _print_decode(database)
     if as_json:
@@ -177,18 +174,19 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: each search, what was chosen, how far it is from the roofline."""
     from pagec.autotune.report import page, sections_of
+    from pagec.autotune.space import SPACES
     from pagec.compiler.backends.targets import load_cuda_target
 
     sections = []
-    names = target or GPUS
+    databases = _databases(target)
+    gpus = [load_cuda_target(database.target) for database in databases]
     with progress_display() as progress:
-        for done, database in enumerate(_databases(names)):
-            progress("search again", done, len(names))
-            gpu = load_cuda_target(database.target)
-            sections += [one for kind in KINDS for one in sections_of(database, kind, gpu)]
+        for done, (database, gpu) in enumerate(zip(databases, gpus, strict=True)):
+            progress("search again", done, len(gpus))
+            sections += [one for kind in SPACES for one in sections_of(database, kind, gpu)]
             _say(database.notices)
-        progress("search again", len(names), len(names))
-    output.write_text(page(f"Tuned kernels: {', '.join(names)}", sections))
+        progress("search again", len(gpus), len(gpus))
+    output.write_text(page(f"Tuned kernels: {', '.join(gpu.name for gpu in gpus)}", sections))
     stderr().print(f"[dim]{len(sections)} searches: {output}[/]")
 
 
@@ -201,16 +199,33 @@ def _refuse(message: str, *, place: str, remedy: str) -> None:
     raise TargetError(message, place=place, remedy=remedy)
 
 
-def _databases(names: Sequence[str]) -> Iterator[Database]:
+def _is_gpu(target: str) -> bool:
+    from pagec.compiler.backends.targets import GPUS
+
+    return target in GPUS
+
+
+def _databases(targets: Sequence[str] | None) -> list[Database]:
+    """Of these targets, or of all GPUs; TargetError for one that there is not."""
     from pagec.autotune.database import Database
+    from pagec.compiler.backends.targets import GPUS, load_target
     from pagec.compiler.driver import cache_root
 
-    for name in names:
-        yield Database(name, "cuda" if name in GPUS else "cpu", cache=cache_root())
+    cache, found = cache_root(), []
+    for name in targets or GPUS:
+        if _is_gpu(name):
+            found.append(Database(name, "cuda", cache=cache))
+        else:
+            found.append(Database(load_target(name).name, "cpu", cache=cache))
+    return found
 
 
-def _kinds(database: Database) -> tuple[str, ...]:
-    return KINDS if database.target in GPUS else ("linear", "attention")
+def _kinds(target: str) -> list[str]:
+    """What is tuned on a target, by template."""
+    from pagec.autotune.cpu_space import KNOBS
+    from pagec.autotune.space import SPACES
+
+    return list(SPACES if _is_gpu(target) else KNOBS)
 
 
 def _store(table: Table) -> Path:
@@ -269,7 +284,7 @@ def _row(key: str, entry: Entry, choice: Any) -> tuple[str, ...]:
 def _print_entries(title: str, rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table as Grid
 
-    grid = Grid("shape", "rows", "chosen", "us", "baseline us", "of roofline", "bound by", "", title=title)
+    grid = Grid("shape", "rows", "chosen", "us", "untuned", "of roof", "bound by", "", title=title)
     for column in (grid.columns[0], grid.columns[2], *grid.columns[-2:]):
         column.no_wrap = True
     for column in grid.columns[3:6]:

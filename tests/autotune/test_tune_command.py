@@ -74,6 +74,7 @@ def test_what_cannot_be_done_says_what_can(tmp_path: Path) -> None:
     assert "there is no cost model of CPUs" in done.stderr
     done = tune(tmp_path, "smollm2-135m", "--target", "b200", code=2)
     assert "there is no target" in done.stderr
+    assert "there is no target" in tune(tmp_path, "show", "--target", "b200", code=2).stderr
 
 
 def test_help() -> None:

@@ -46,7 +46,8 @@ def test_a_wrong_option_names_itself(tmp_path: Path) -> None:
 def test_generating_imports_nothing_heavy() -> None:
     code = """
 import sys
-import pagec.runtime.cli.app, pagec.runtime.engine, pagec.runtime.text.tokenizer, pagec.runtime.text.detokenizer
+import pagec.runtime.cli.app, pagec.runtime.engine
+import pagec.runtime.text.tokenizer, pagec.runtime.text.detokenizer
 heavy = {"torch", "tvm", "transformers", "triton", "yaml"} & {name.split(".")[0] for name in sys.modules}
 assert not heavy, heavy
 """
