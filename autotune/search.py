@@ -5,7 +5,7 @@
     choose        one point for each bucket of rows, each the best of its own
     choose_strict one set of numeric knobs for all buckets: the least geometric mean
 
-Ties go to the point that takes less shared memory, then fewer registers, then to the space's order.
+Ties go to the point that takes less shared memory, then to the space's order, which has the plainest first.
 """
 
 from __future__ import annotations
@@ -74,11 +74,10 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
     return sorted(found, key=_order)
 
 
-def _order(one: Candidate) -> tuple[float, int, int]:
+def _order(one: Candidate) -> tuple[float, int]:
     if one.prediction is None:
-        return float("inf"), 0, 0
-    held = one.prediction.resources
-    return float(f"{one.us:.{DIGITS}g}"), held.shared_bytes, held.registers
+        return float("inf"), 0
+    return float(f"{one.us:.{DIGITS}g}"), one.prediction.resources.shared_bytes
 
 
 def numeric_of(problem: Problem, one: Candidate) -> tuple[object, ...]:
