@@ -199,7 +199,6 @@ class Engine:
             eos_token_ids=ends,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             n=params.n,
-            samplers=self._samplers(params, prompt, seed, bad_words, grammar),
             seed=seed,
             needs_host=params.needs_host,
             logits_processors=tuple(params.logits_processors or ()),
@@ -215,6 +214,8 @@ class Engine:
             ttft_s=ttft_s,
             token_s=token_s,
         )
+        self.scheduler.check(request)  # before anything is made for what is refused
+        request.use_samplers(self._samplers(params, prompt, seed, bad_words, grammar))
         self.scheduler.add(request)
         return request
 

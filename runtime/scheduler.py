@@ -129,7 +129,7 @@ class Scheduler:
 
     def add(self, request: Request, arrival: float | None = None) -> None:
         """Queues a request that has arrived now, or some time ago; RequestError if it could never run."""
-        self._check(request)
+        self.check(request)
         request.arrival = self.clock() if arrival is None else arrival
         self._enqueue(request)
 
@@ -319,7 +319,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------- waiting
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """RequestError for a request that could never run."""
         if request.max_len > self.limits.length:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens and {request.max_tokens} output tokens are "

@@ -131,7 +131,6 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     n: int = 1
-    samplers: Items[Sampler] = ()
     seed: int | None = None
     needs_host: bool = False
     logits_processors: Items[Callable[[list[int], Any], Any]] = ()
@@ -159,6 +158,7 @@ class Request:
     num_cached_tokens: int = 0
     is_shielded: bool = False
     is_swapped: bool = False
+    samplers: Items[Sampler] = field(init=False, default=())
     ends: frozenset[int] = field(init=False)
     is_group: bool = field(init=False)
     is_plain: bool = field(init=False)
@@ -175,10 +175,12 @@ class Request:
         self.is_plain = not self.is_group and not self.needs_logits and self.num_logprobs is None
         tables = [array("i") for _ in range(self.num_groups)]
         first = 0 if self.wants_prompt else len(self.prompt) - 1
-        sampler = self.samplers[0] if self.samplers else None
-        self.sequences = [
-            Sequence(list(self.prompt), len(self.prompt), first, tables, self.max_len, sampler=sampler)
-        ]
+        self.sequences = [Sequence(list(self.prompt), len(self.prompt), first, tables, self.max_len)]
+
+    def use_samplers(self, samplers: Items[Sampler]) -> None:
+        """Says how tokens are chosen, before the first step."""
+        self.samplers = samplers
+        self.sequences[0].sampler = samplers[0] if samplers else None
 
     @property
     def output(self) -> list[int]:

@@ -133,7 +133,7 @@ class Answer:
         ended = [
             CompletionOutput(
                 index,
-                self._readers[index].add((), (), True).text,
+                self._rest(index),
                 cumulative_logprob=self._totals[index] if self._job.params.logprobs is not None else None,
                 finish_reason=reason,
             )
@@ -141,6 +141,13 @@ class Answer:
         ]
         self._open.clear()
         self._tell(ended)
+
+    def _rest(self, index: int) -> str:
+        """The text that was held back; none if the reader itself is at fault."""
+        try:
+            return self._readers[index].add((), (), True).text
+        except Exception:  # whoever waits must hear of the end all the same
+            return ""
 
     def _tell(self, new: list[CompletionOutput]) -> None:
         request, job = self.request, self._job

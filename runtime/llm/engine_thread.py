@@ -34,7 +34,8 @@ class Reader(Protocol):
 class EngineThread:
     """Runs an engine's steps; whoever wants something of the engine says so by `call`.
 
-    An error that escapes a step is a defect: it ends all requests, and every later call.
+    An error that escapes a step is a defect: it ends all requests and the thread, and every later call says
+    which it was.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -43,6 +44,7 @@ class EngineThread:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._end_lock = threading.RLock()  # a collected stream may call while a call is made
         self._has_ended = False
+        self._error: Exception | None = None  # what has ended it
         self._thread = threading.Thread(target=self._run, name="pagec-engine", daemon=True)
         self._thread.start()
 
@@ -51,7 +53,7 @@ class EngineThread:
         future: Future[T] = Future()
         with self._end_lock:
             if self._has_ended:
-                raise PagecError("the engine has been closed", place="LLM")
+                raise self._refusal()
             self._calls.put((function, future))
         return future
 
@@ -74,19 +76,28 @@ class EngineThread:
             self._thread.join()
 
     def _run(self) -> None:
-        error: Exception | None = None
         try:
             while self._answer_calls():
                 self._hand_out(self._engine.step())
         except Exception as raised:  # a defect; nobody shall wait for ever
-            error = raised
+            self._error = raised
+        except BaseException as raised:  # it would end this thread only, and in silence
+            self._error = PagecError(f"the engine has ended: {raised!r}", place="LLM")
+            self._error.__cause__ = raised
         with self._end_lock:
             self._has_ended = True
         for reader in list(self._readers.values()):
-            self._drop(reader, error)
+            self._drop(reader, self._error)
         self._readers.clear()
-        self._refuse_calls(error)
+        self._refuse_calls()
         self._engine.close()
+
+    def _refusal(self) -> PagecError:
+        if self._error is None:
+            return PagecError("the engine has been closed", place="LLM")
+        refusal = PagecError(f"the engine has failed: {self._error!r}", place="LLM", remedy="open another LLM")
+        refusal.__cause__ = self._error
+        return refusal
 
     def _answer_calls(self) -> bool:
         """Runs what is asked for, and waits for it if there is nothing else to do; False at the end."""
@@ -101,14 +112,14 @@ class EngineThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except Exception as error:  # the caller's
+                except BaseException as error:  # the caller's
                     future.set_exception(error)
 
-    def _refuse_calls(self, error: Exception | None) -> None:
+    def _refuse_calls(self) -> None:
         while not self._calls.empty():
             asked = self._calls.get()
             if asked is not None and asked[1].set_running_or_notify_cancel():
-                asked[1].set_exception(error or PagecError("the engine has been closed", place="LLM"))
+                asked[1].set_exception(self._refusal())
 
     def _hand_out(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
@@ -125,6 +136,7 @@ class EngineThread:
 
     def _drop(self, reader: Reader, error: Exception | None) -> None:
         """Whoever waits for a request shall hear of its end, however it came."""
-        self._engine.abort(reader.request)
+        with suppress(BaseException):  # an engine that has failed may not be able to
+            self._engine.abort(reader.request)
         with suppress(Exception):  # nobody listens any more: an event loop may have been closed
             reader.give_up(error)

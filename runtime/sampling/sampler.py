@@ -256,7 +256,8 @@ Processors = Mapping[int, tuple[Sequence[LogitsProcessor], list[int]]]
 def process_logits(processors: Processors, logits: F32) -> dict[int, Exception]:
     """Runs logits processors on rows of logits[n, vocab], in place.
 
-    What a processor raises is given back for its row, and the others go on: the fault is one request's.
+    What a processor raises is given back for its row, and the others go on: the fault is one request's, even
+    if it would end the process (SystemExit). Only an interrupt from the keyboard goes through.
     """
     errors: dict[int, Exception] = {}
     for row, (functions, output) in processors.items():
@@ -270,8 +271,13 @@ def process_logits(processors: Processors, logits: F32) -> dict[int, Exception]:
                         place="logits_processors",
                     )
             logits[row] = value
+        except KeyboardInterrupt:
+            raise
         except Exception as error:  # whatever it is, it is the function's
             errors[row] = error
+        except BaseException as error:
+            errors[row] = RequestError(f"a function raised {error!r}", place="logits_processors")
+            errors[row].__cause__ = error
     return errors
 
 

@@ -163,6 +163,10 @@ class Generation:
         if not self.accepted.done():
             self.accepted.set_result(None)
 
+    def take_prompt(self, logprobs: list[TokenLogprobs | None]) -> None:
+        """What was asked for about the prompt's tokens."""
+        self.prompt_logprobs = logprobs
+
     def refuse(self, error: PagecError) -> None:
         """The engine has not."""
         if not self.accepted.done():

@@ -13,7 +13,9 @@ A record is a line of JSON:
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -61,12 +63,19 @@ class Recorder:
             "outcome": generation.outcome,
             "time": time.time(),
         }
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:  # serving goes on
+            print(f"{self._file.name}: recording has ended: {error.strerror}", file=sys.stderr)
+            self.close()
 
     def close(self) -> None:
         """Ends the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what could not be written a moment ago
+            self._file.close()
 
 
 def _choice(choice: Choice) -> dict[str, Any]:

@@ -14,20 +14,22 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from pagec.compiler.errors import PagecError
 from pagec.runtime.server.client import EngineClient
-from pagec.runtime.server.errors import Draining, EngineDead, Overloaded
+from pagec.runtime.server.errors import Draining, EngineDead, GenerationError, Overloaded
 from pagec.runtime.server.generation import Call, Generation, error_of
 from pagec.runtime.server.limits import RequestLimits
 from pagec.runtime.server.messages import Abort, News, Ready, Snapshot, Submit
 from pagec.runtime.server.params import UNFIT, packed, unfit
-from pagec.runtime.text.choice import bad_word_ids
+from pagec.runtime.text.choice import ChoiceText, bad_word_ids
 from pagec.runtime.text.pieces import TokenTexts
 from pagec.runtime.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 MAX_RETRY_S: Final = 60
 DEFAULT_MAX_QUEUE: Final = 256
@@ -120,6 +122,11 @@ class Service:
 
     async def _start(self, call: Call, id: str) -> Generation:
         self.limits.check(call.params)
+        rows, vocab = self.info.engine.max_rows, self.info.engine.vocab
+        call.params.check(vocab=vocab, max_choices=rows)  # here, so that nobody waits for what cannot be
+        if call.beam is not None:
+            call.beam.check(max_choices=rows)
+        ChoiceText(self.tokenizer, call.params)
         words = bad_word_ids(self.tokenizer, call.params.bad_words or ())
         self._admit()
         generation = Generation(id, call, self.tokenizer, self._abort)
@@ -174,21 +181,31 @@ class Service:
 
     def _take_news(self, news: News) -> None:
         for accepted in news.accepted:
-            if generation := self._open.get(accepted.id):
-                generation.accept(accepted.seed)
+            self._tell(accepted.id, Generation.accept, accepted.seed)
         for refused in news.refused:
-            if generation := self._open.get(refused.id):
-                generation.refuse(error_of(refused.fault))
+            self._tell(refused.id, Generation.refuse, error_of(refused.fault))
+            self._forget(refused.id)
         for prompt in news.prompt_logprobs:
-            if generation := self._open.get(prompt.id):
-                generation.prompt_logprobs = prompt.logprobs
+            self._tell(prompt.id, Generation.take_prompt, prompt.logprobs)
         for tokens in news.tokens:
-            if generation := self._open.get(tokens.id):
-                generation.add(tokens)
+            self._tell(tokens.id, Generation.add, tokens)
         for finished in news.finished:
+            self._tell(finished.id, Generation.finish, finished)
             if generation := self._open.get(finished.id):
-                generation.finish(finished)
                 self._close(generation)
+
+    def _tell(self, id: str, what: Callable[[Generation, T], None], news: T) -> None:
+        """Hands news to a generation that is still open. What goes wrong there is its own: the others' news
+        come after it."""
+        generation = self._open.get(id)
+        if generation is None:
+            return
+        try:
+            what(generation, news)
+        except Exception as error:
+            self._abort(id, None)
+            generation.fail(GenerationError(f"a fault of the server: {type(error).__name__}: {error}"))
+            self._close(generation)
 
     def _abort(self, id: str, choice: int | None) -> None:
         """Tells the engine that a request, or one of its choices, is not wanted any more."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagec.compiler.artifact import Artifact
-from pagec.compiler.errors import ArtifactError, PagecError
+from pagec.compiler.errors import ArtifactError, PagecError, RequestError
 from pagec.runtime.engine import Engine
 from pagec.runtime.kv.setup import owner_of
 from pagec.runtime.sampling.beam import BeamSearchParams
@@ -192,7 +192,9 @@ class Worker:
         self._reporter.accept(message.id, request)
 
     def _abort(self, message: Abort) -> None:
-        self._compiling.discard(message.id)
+        if message.id in self._compiling:
+            self._compiling.remove(message.id)
+            self._reporter.refuse(message.id, RequestError("was aborted"))
         request = self._reporter.open.get(message.id)
         if request is None:
             return

@@ -285,6 +285,24 @@ def test_a_fault_ends_its_own_request_only(llm: LLM) -> None:
     assert idle(llm)
 
 
+@pytest.mark.parametrize("end", [SystemExit(1), GeneratorExit()])
+def test_a_processor_that_would_end_the_process_ends_its_own_request_only(
+    llm: LLM, end: BaseException
+) -> None:
+    expected = tokens(llm.generate(PROMPTS[:1], GREEDY))
+
+    def ending(output: list[int], row: Any) -> Any:
+        raise end
+
+    bad = SamplingParams(max_tokens=4, logits_processors=[ending])
+    good, ended = llm.generate(PROMPTS[:2], [GREEDY, bad])
+    assert tokens([good]) == expected
+    assert ended.outputs[0].finish_reason == "error"
+    assert isinstance(ended.error, RequestError)
+    assert ended.error.__cause__ is end
+    assert idle(llm)
+
+
 # --------------------------------------------------------------------------------- mistakes
 
 

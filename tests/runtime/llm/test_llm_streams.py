@@ -257,5 +257,21 @@ def test_an_engine_that_fails_keeps_nobody_waiting(path: Path) -> None:
         output = llm.generate(PROMPTS[0], GREEDY)[0]
         assert isinstance(output.error, OSError)
         assert output.outputs[0].finish_reason == "error"
-        with pytest.raises(PagecError, match="closed"):
+        with pytest.raises(PagecError, match="failed.*defect"):
+            llm.generate(PROMPTS[0], GREEDY)
+
+
+@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_whatever_ends_the_engines_thread_keeps_nobody_waiting(path: Path, end: BaseException) -> None:
+    with LLM(path, threads=1, num_blocks=50) as llm:
+
+        def ending(*_: Any) -> Any:
+            raise end
+
+        llm.engine.loop.step = ending  # type: ignore[method-assign]
+        llm.engine.abort = ending  # type: ignore[method-assign]
+        output = llm.generate(PROMPTS[0], GREEDY)[0]
+        assert isinstance(output.error, PagecError)
+        assert output.error.__cause__ is end
+        with pytest.raises(PagecError, match=type(end).__name__):
             llm.generate(PROMPTS[0], GREEDY)

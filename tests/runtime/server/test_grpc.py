@@ -244,6 +244,7 @@ def test_a_beam_search(server: RunningServer, client: Client) -> None:
         ({"text": "x", "beam": {"beam_width": 0}}, "beam_width"),
         ({"text": "x", "beam": {"beam_width": 2, "early_stopping": "soon"}}, "early_stopping"),
         ({"text": "x", "ttft_s": -1.0}, "ttft_s"),
+        ({"text": "x", "params": {"detokenize": False, "stop": ["x"]}}, "stop"),
     ],
 )
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
