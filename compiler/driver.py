@@ -409,7 +409,7 @@ def _manifest(
         "max_len": program.max_len,
         "ops": load_ops(options.ops),
         "kv": {
-            **asdict(program.kv),
+            **program.kv.to_json(),
             "block_bytes": program.kv.block_bytes,
             "layout_id": program.kv.layout_id,
         },

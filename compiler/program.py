@@ -150,7 +150,7 @@ class KvLayout:
     @property
     def layout_id(self) -> str:
         """Names this layout: bytes of blocks may be exchanged only between equal ids."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def place(self, layer: int) -> tuple[int, int]:
@@ -159,6 +159,13 @@ class KvLayout:
             if layer in group.layers:
                 return g, group.layers.index(layer)
         raise KeyError(layer)
+
+    def to_json(self) -> dict[str, Any]:
+        """Words go without saying: what CPUs have stored keeps its id."""
+        data = asdict(self)
+        if self.kind == "words":
+            del data["kind"]
+        return data
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> KvLayout:
@@ -239,7 +246,7 @@ class Memory:
         return offsets, end
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "kv": self.kv.to_json()}
 
 
 def memory_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,6 +286,14 @@ class Program(Memory):
     def merges(self, num_tiles: int, longest: int) -> int:
         """Tiles whose splits have to be merged, in a step whose longest sequence has `longest` tokens."""
         return num_tiles if num_tiles <= self.few_tiles and longest > self.key_split else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Sizes first, then memory, then the launches."""
+        data = Memory.to_json(self)
+        sizes = ("model", "vocab", "max_len", "capacity", "query_tile", "few_tiles", "key_split")
+        launches = ("kernels", "body", "head", "outputs")
+        memory = (name for name in data if name not in launches)
+        return {name: data[name] for name in dict.fromkeys((*sizes, *memory, *launches))}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Program:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_spans_hold_every_number_of_rows(compiled: Path) -> None:
         rows = [span.rows for span in spans]
         assert rows == sorted(set(rows))
         assert rows[-1] == most
-        assert all(a.launches != b.launches for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.launches != b.launches for a, b in pairwise(spans))
     assert program.span(1) is program.body[0]
     assert program.span(64) is program.body[-1]
 
@@ -142,8 +143,9 @@ def test_weights_are_the_models_own_as_rows(compiled: Path) -> None:
     assert not shapes
 
 
+@pytest.mark.usefixtures("nothing_compiles")
 def test_the_same_input_gives_the_same_bytes_and_compiles_nothing(
-    options: CompileOptions, compiled: Path, tmp_path: Path, nothing_compiles: None
+    options: CompileOptions, compiled: Path, tmp_path: Path
 ) -> None:
     again = compile_model(replace(options, output=tmp_path / "again"), quiet)
     assert again.compiled  # into a directory that was not there; of cached kernels
@@ -152,8 +154,9 @@ def test_the_same_input_gives_the_same_bytes_and_compiles_nothing(
     assert [name for name in one if one[name] != two[name]] == []
 
 
+@pytest.mark.usefixtures("nothing_compiles")
 def test_without_a_directory_the_cache_has_it(
-    options: CompileOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_compiles: None
+    options: CompileOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cubins").symlink_to(Path(os.environ["PAGEC_CACHE"]) / "cubins")
     monkeypatch.setenv("PAGEC_CACHE", str(tmp_path))
@@ -208,7 +211,7 @@ def test_tables_that_are_not_strict_are_refused(options: CompileOptions, tmp_pat
 
 
 def test_a_cpu_refuses_it(compiled: Path) -> None:
-    with pytest.raises(ArtifactError, match="made for h100, an NVIDIA GPU.*cannot run on yet") as error:
+    with pytest.raises(ArtifactError, match=r"made for h100, an NVIDIA GPU.*cannot run on yet") as error:
         Artifact.open(compiled)
     assert "--target cpu" in error.value.remedy
     said = CliRunner().invoke(app, ["generate", str(compiled), "--prompt", "x"])
@@ -242,7 +245,7 @@ def test_without_triton_it_says_so(options: CompileOptions, monkeypatch: pytest.
 # ----------------------------------------------------------------------------------------- show
 
 
-def test_show_kernels_tells_what_they_occupy(compiled: Path, options: CompileOptions) -> None:
+def test_show_kernels_tells_what_they_occupy(compiled: Path) -> None:
     said = CliRunner().invoke(app, ["show", "kernels", str(compiled), "--json"])
     assert said.exit_code == 0, said.output
     rows = json.loads(said.stdout)
