@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +57,7 @@ DEFAULT_SEQS: Final = 64
 GPU_STEP_TOKENS: Final = 4096
 GPU_SEQS: Final = 256
 GPU_LOGIT_BYTES: Final = 256 << 20
+GPU_RESIDUAL: Final[DType] = "bf16"
 BLOCK_SIZE: Final = 16
 DTYPES: Final = ("bf16", "f32")
 RANDOM: Final = "random:"
@@ -256,7 +257,7 @@ def plan_gpu_model(
     graph = build_graph(spec)
     return make_gpu_plan(
         graph,
-        run_passes(graph, numbers),
+        run_passes(graph, replace(numbers, residual=GPU_RESIDUAL)),
         model=spec.name,
         max_len=spec.max_len,
         capacity=capacity_of(spec, options, gpu=True),
@@ -402,7 +403,7 @@ def _manifest(
         "numerics": {
             "dtype": numbers.dtype,
             "kv_dtype": numbers.kv_dtype,
-            "residual": "f32",
+            "residual": GPU_RESIDUAL if isinstance(target, CudaTarget) else "f32",
             **numerics,
         },
         "capacity": asdict(program.capacity),

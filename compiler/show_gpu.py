@@ -96,7 +96,8 @@ def load_gpu_graphs(options: CompileOptions) -> tuple[Graph, Graph, GpuProgram]:
         assert isinstance(artifact, GpuArtifact)
         graph, numerics = artifact.graph(), artifact.manifest["numerics"]
         check_known(graph, str(artifact.path))
-        return graph, run_passes(graph, Numbers(numerics["dtype"], numerics["kv_dtype"])), artifact.program
+        numbers = Numbers(numerics["dtype"], numerics["kv_dtype"], numerics["residual"])
+        return graph, run_passes(graph, numbers), artifact.program
     spec = find_source(options).spec
     plan = plan_gpu_model(spec, options, _gpu(options))
     return build_graph(spec), plan.graph, plan.program
