@@ -22,7 +22,7 @@ from pagec.autotune.measure import Sample, winner
 from pagec.autotune.table import MODES, Choice, Entry, Table
 from pagec.compiler.backends.cpu.build import Progress, build_library
 from pagec.compiler.backends.cpu.emit import emit_all
-from pagec.compiler.backends.targets import load_target
+from pagec.compiler.backends.targets import load_cpu_target
 from pagec.compiler.driver import CompileOptions, find_source, plan_model
 from pagec.compiler.program import Kernel, Launch, Program
 from pagec.compiler.target import CpuTarget
@@ -59,7 +59,7 @@ def tune_cpu(
     """Measured tables of a model's kernels, within `budget_s` seconds (0: any): what is not reached by then
     has no entry, and stays untuned."""
     ends = time.monotonic() + budget_s if budget_s else float("inf")
-    target = load_target(options.target)
+    target = load_cpu_target(options.target)
     _, plan = plan_model(find_source(options).spec, options, target)
     work = subjects(plan.program)
     with tempfile.TemporaryDirectory() as directory:

@@ -3,10 +3,13 @@
     manifest.json       format, versions, target, numerics contract, sizes and digests of all files
     spec.yaml           the resolved model spec, one file
     graph.json          the graph before the passes (what show, verify and the reference read)
-    program.json        see program.py
+    program.json        see program.py, for a GPU gpu_program.py
     kernels/<key>.py    each kernel's source, as emitted
-    kernels.so          the kernels, compiled
-    libtvm_runtime.so   what kernels.so needs at run time
+    kernels.so          for a CPU: the kernels, compiled
+    libtvm_runtime.so   for a CPU: what kernels.so needs at run time
+    kernels/<key>.cubin for a GPU: the kernel, compiled
+    kernels/<key>.json  for a GPU: how it is launched (launch.py) and what it occupies
+    kernels/<key>.ptx   for the oldest GPU: what newer ones can compile when they load it
     tokenizer/          tokenizer.json, chat_template.jinja, generation.json (absent if the model has none)
     weights.safetensors packed weights (absent: kernels only, weights are given at load)
 
@@ -27,14 +30,17 @@ import numpy as np
 
 from pagec.compiler.dims import BYTE_ALIGN, DType
 from pagec.compiler.errors import ArtifactError
+from pagec.compiler.gpu_program import GpuProgram
 from pagec.compiler.ir import Graph, from_json
+from pagec.compiler.launch import LaunchMetadata
 from pagec.compiler.packing import STORAGE, Array, nbytes
 from pagec.compiler.program import PackedWeight, Program
-from pagec.compiler.target import CpuTarget, check_runs_on, host
+from pagec.compiler.target import CpuTarget, CudaTarget, check_runs_on, host
 
 FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 WEIGHTS: Final = "weights.safetensors"
+KERNELS: Final = "kernels"
 LIBRARY: Final = "kernels.so"
 RUNTIME_LIBRARY: Final = "libtvm_runtime.so"
 WEIGHTS_PAGE: Final = 4096
@@ -54,42 +60,11 @@ def dump_json(data: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Artifact:
-    """An opened artifact. `manifest` is the parsed manifest.json."""
+class _Opened:
+    """What artifacts of all targets have. `manifest` is the parsed manifest.json."""
 
     path: Path
     manifest: Mapping[str, Any]
-    program: Program
-
-    @staticmethod
-    def is_artifact(path: Path) -> bool:
-        """Whether this looks like an artifact directory (it may still be refused by open)."""
-        return (path / MANIFEST).is_file()
-
-    @staticmethod
-    def open(path: Path, *, for_this_machine: bool = True) -> Artifact:
-        """Reads and checks an artifact; ArtifactError says what is wrong and what to do.
-
-        `for_this_machine=False` skips the check of architecture and CPU flags, to look at it only.
-        """
-        manifest = _read_manifest(path)
-        try:
-            target = CpuTarget.from_json(manifest["target"])
-            files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _damaged(path / MANIFEST, f"not a manifest ({error})") from error
-        if for_this_machine:
-            check_runs_on(target, host())
-        _check_files(path, files)
-        try:
-            program = Program.from_json(json.loads((path / "program.json").read_text()))
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(path / "program.json", str(error)) from error
-        return Artifact(path, manifest, program)
-
-    @property
-    def target(self) -> CpuTarget:
-        return CpuTarget.from_json(self.manifest["target"])
 
     @property
     def has_weights(self) -> bool:
@@ -103,6 +78,91 @@ class Artifact:
         """Checks the digest of the weights (reads them all)."""
         if self.has_weights and digest(self.path / WEIGHTS) != self.manifest["files"][WEIGHTS]["sha256"]:
             raise _damaged(self.path / WEIGHTS, "its digest is not the manifest's")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact(_Opened):
+    """An opened artifact for a CPU."""
+
+    program: Program
+
+    @staticmethod
+    def is_artifact(path: Path) -> bool:
+        """Whether this looks like an artifact directory (it may still be refused by open)."""
+        return (path / MANIFEST).is_file()
+
+    @staticmethod
+    def open(path: Path) -> Artifact:
+        """Reads and checks an artifact that this machine shall run; ArtifactError says what is wrong and what
+        to do."""
+        manifest = _read_manifest(path)
+        target = _target_of(path, manifest)
+        if isinstance(target, CudaTarget):
+            raise ArtifactError(
+                f"made for {target.name}, an NVIDIA GPU, which this pagec compiles for but cannot run on yet",
+                place=str(path),
+                remedy="compile the model again for this machine (--target cpu)",
+            )
+        check_runs_on(target, host())
+        opened = look_at(path)
+        assert isinstance(opened, Artifact)
+        return opened
+
+    @property
+    def target(self) -> CpuTarget:
+        return CpuTarget.from_json(self.manifest["target"])
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """A kernel of a GPU artifact: how it is launched, and what it occupies, by name (see
+    backends.cuda.resources)."""
+
+    launch: LaunchMetadata
+    resources: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"launch": self.launch.to_json(), "resources": dict(self.resources)}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuArtifact(_Opened):
+    """An opened artifact for a GPU. `kernels` are by key; a kernel's code lies in kernels/<key>.cubin."""
+
+    program: GpuProgram
+    kernels: Mapping[str, CompiledKernel]
+
+    @property
+    def target(self) -> CudaTarget:
+        return CudaTarget.from_json(self.manifest["target"])
+
+
+def look_at(path: Path) -> Artifact | GpuArtifact:
+    """Reads and checks an artifact of whatever machine, to look at it only."""
+    manifest = _read_manifest(path)
+    target = _target_of(path, manifest)
+    _check_files(path, manifest)
+    file = path / "program.json"
+    try:
+        if isinstance(target, CpuTarget):
+            return Artifact(path, manifest, Program.from_json(json.loads(file.read_text())))
+        program = GpuProgram.from_json(json.loads(file.read_text()))
+        kernels = {}
+        for kernel in program.kernels:
+            file = path / KERNELS / f"{kernel.key}.json"
+            data = json.loads(file.read_text())
+            kernels[kernel.key] = CompiledKernel(LaunchMetadata.from_json(data["launch"]), data["resources"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(file, str(error)) from error
+    return GpuArtifact(path, manifest, program, kernels)
+
+
+def _target_of(path: Path, manifest: Mapping[str, Any]) -> CpuTarget | CudaTarget:
+    try:
+        data = manifest["target"]
+        return CudaTarget.from_json(data) if "sm" in data else CpuTarget.from_json(data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path / MANIFEST, f"not a manifest ({error})") from error
 
 
 def _damaged(path: Path, why: str) -> ArtifactError:
@@ -134,8 +194,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
+def _check_files(path: Path, manifest: Mapping[str, Any]) -> None:
     """Sizes of all files, digests of all but the weights."""
+    try:
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _damaged(path / MANIFEST, f"not a manifest ({error})") from error
     for name, (size, sha256) in files.items():
         file = path / name
         if not file.is_file():

@@ -1,6 +1,6 @@
 """The driver: a model, whatever form it comes in, compiled into an artifact.
 
-    find the spec and the checkpoint -> graph -> passes -> plan -> sources -> library -> packed weights
+    find the spec and the checkpoint -> graph -> passes -> plan -> sources -> binaries -> packed weights
 
 Without an output directory artifacts go to a cache, named by all that goes into them, so that the same
 request compiles once.
@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,10 @@ from pagec.compiler.backends.cpu.build import Progress, build_library
 from pagec.compiler.backends.cpu.emit import emit_all
 from pagec.compiler.backends.cpu.probes import probe_kernels
 from pagec.compiler.backends.cpu.tiles import KEY_SPLIT, KEY_TILE
+from pagec.compiler.backends.cuda.build import Cubin, triton_version
+from pagec.compiler.backends.cuda.knobs import Choice, Chooser, Tuned
+from pagec.compiler.backends.cuda.output import numeric_choices, plan_and_compile, write_kernels
+from pagec.compiler.backends.cuda.plan import GpuPlan, make_gpu_plan
 from pagec.compiler.backends.targets import load_target
 from pagec.compiler.dims import Capacity, DType
 from pagec.compiler.errors import CompileError
@@ -42,17 +46,23 @@ from pagec.compiler.ir import Graph, to_json
 from pagec.compiler.packing import Array, pack
 from pagec.compiler.passes import Numbers, run_passes
 from pagec.compiler.plan import Plan, derive_logit_rows, make_plan
-from pagec.compiler.program import Kernel, PackedWeight, Program
+from pagec.compiler.program import Kernel, Memory, PackedWeight
 from pagec.compiler.random_weights import random_packed
 from pagec.compiler.spec import ModelSpec, build_graph, load_spec, parse_spec, resolved_yaml, with_max_len
-from pagec.compiler.target import CpuTarget
+from pagec.compiler.target import CpuTarget, CudaTarget
 from pagec.compiler.user_ops import load_ops
 
 DEFAULT_STEP_TOKENS: Final = 512
 DEFAULT_SEQS: Final = 64
+GPU_STEP_TOKENS: Final = 4096
+GPU_SEQS: Final = 256
+GPU_LOGIT_BYTES: Final = 256 << 20
+GPU_RESIDUAL: Final[DType] = "bf16"
 BLOCK_SIZE: Final = 16
 DTYPES: Final = ("bf16", "f32")
 RANDOM: Final = "random:"
+# Where compiled kernels for GPUs are kept, below cache_root.
+CUBINS: Final = "cubins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,8 @@ class CompileOptions:
 
     `model`: a YAML file, a name in configs/models, a Hugging Face directory or a GGUF file. `weights`: a
     checkpoint's path, "none" or "random:SEED". `block_size`: tokens in a block of the KV pool. `ops`: Python
-    files that register ops of the user's.
+    files that register ops of the user's. `strict`: results of a GPU are the same bits in whatever company
+    (a CPU's always are). `tuned`: choices of tables for a GPU.
     """
 
     model: str
@@ -75,6 +86,8 @@ class CompileOptions:
     block_size: int | None = None
     output: Path | None = None
     ops: tuple[Path, ...] = ()
+    strict: bool = False
+    tuned: Tuned = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +196,18 @@ def numbers_of(options: CompileOptions) -> Numbers:
     return Numbers(dtype, kv_dtype)
 
 
-def capacity_of(spec: ModelSpec, options: CompileOptions) -> Capacity:
+def capacity_of(spec: ModelSpec, options: CompileOptions, *, gpu: bool = False) -> Capacity:
     """The most tokens T, sequences S and logit rows R of a step."""
-    T = options.max_step_tokens or DEFAULT_STEP_TOKENS
-    S = options.max_seqs or min(DEFAULT_SEQS, T)
+    T = options.max_step_tokens or (GPU_STEP_TOKENS if gpu else DEFAULT_STEP_TOKENS)
+    S = options.max_seqs or min(GPU_SEQS if gpu else DEFAULT_SEQS, T)
     if S > T:
         raise CompileError(
             f"{S} sequences cannot decode in a step of {T} tokens",
             place="--max-seqs",
             remedy=f"raise --max-step-tokens to at least {S}",
         )
-    return Capacity(T, S, derive_logit_rows(spec.vocab, S))
+    R = derive_logit_rows(spec.vocab, S, GPU_LOGIT_BYTES) if gpu else derive_logit_rows(spec.vocab, S)
+    return Capacity(T, S, R)
 
 
 def block_size_of(options: CompileOptions) -> int:
@@ -225,11 +239,55 @@ def plan_model(spec: ModelSpec, options: CompileOptions, target: CpuTarget) -> t
     return graph, plan
 
 
+def plan_gpu_model(
+    spec: ModelSpec, options: CompileOptions, target: CudaTarget, refused: frozenset[Choice] = frozenset()
+) -> GpuPlan:
+    """The plan for a GPU, without the tuned choices `refused`."""
+    numbers, size = numbers_of(options), None
+    if "f32" in (numbers.dtype, numbers.kv_dtype):
+        raise CompileError(
+            "GPUs compute in bf16", place=options.target, remedy="leave --dtype and --kv-dtype out"
+        )
+    if options.block_size is not None:
+        size = block_size_of(options)
+        if size & (size - 1):
+            raise CompileError(
+                f"{size} is no power of two", place="--block-size", remedy="GPUs take 16, 32, 64 or 128"
+            )
+    graph = build_graph(spec)
+    return make_gpu_plan(
+        graph,
+        run_passes(graph, replace(numbers, residual=GPU_RESIDUAL)),
+        model=spec.name,
+        max_len=spec.max_len,
+        capacity=capacity_of(spec, options, gpu=True),
+        kv_dtype=numbers.kv_dtype,
+        block_size=size,
+        chooser=Chooser(target, options.tuned, strict=options.strict, refused=refused),
+    )
+
+
+def compile_gpu_model(
+    spec: ModelSpec, options: CompileOptions, target: CudaTarget, directory: Path, progress: Progress
+) -> tuple[GpuPlan, dict[str, Cubin]]:
+    """The plan and its kernels, by the cache of kernels; their sources lie in `directory`."""
+
+    def make_plan(refused: frozenset[Choice]) -> GpuPlan:
+        progress("lower the model", 0, 1)
+        plan = plan_gpu_model(spec, options, target, refused)
+        progress("lower the model", 1, 1)
+        return plan
+
+    plan, cubins = plan_and_compile(make_plan, directory, target, cache_root() / CUBINS, progress)
+    shutil.rmtree(directory / "__pycache__", ignore_errors=True)
+    return plan, dict(cubins)
+
+
 # ----------------------------------------------------------------------------------- the output
 
 
 def _write_artifact(
-    path: Path, source: Source, options: CompileOptions, target: CpuTarget, progress: Progress
+    path: Path, source: Source, options: CompileOptions, target: CpuTarget | CudaTarget, progress: Progress
 ) -> None:
     """Writes into a directory beside `path` first, so that a failure leaves no half artifact."""
     if path.exists() and not artifacts.Artifact.is_artifact(path) and any(path.iterdir()):
@@ -238,23 +296,19 @@ def _write_artifact(
         )
     if source.checkpoint is not None:
         WeightSource(source.spec, source.checkpoint).check()
-    progress("lower the model", 0, 1)
-    graph, plan = plan_model(source.spec, options, target)
-    progress("lower the model", 1, 1)
     fresh = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    (fresh / artifacts.KERNELS).mkdir(parents=True)
     try:
-        kernels = (*plan.program.kernels, *probe_kernels(target, numbers_of(options).dtype))
-        _write_kernels(fresh, kernels, target, progress)
+        program, numerics = _write_kernels(fresh, source.spec, options, target, progress)
         (fresh / "spec.yaml").write_text(resolved_yaml(source.spec))
-        (fresh / "graph.json").write_text(dump_json(to_json(graph)))
-        (fresh / "program.json").write_text(dump_json(plan.program.to_json()))
+        (fresh / "graph.json").write_text(dump_json(to_json(build_graph(source.spec))))
+        (fresh / "program.json").write_text(dump_json(program.to_json()))
         if source.tokenizer is not None:
             _write_tokenizer(fresh / "tokenizer", source.tokenizer)
-        _write_weights(fresh, source, plan.program, progress)
+        _write_weights(fresh, source, program, progress)
         (fresh / artifacts.MANIFEST).write_text(
-            dump_json(_manifest(fresh, source.spec, plan.program, options, target))
+            dump_json(_manifest(fresh, source.spec, program, options, target, numerics))
         )
         if options.output is not None and path.exists():
             shutil.rmtree(path)
@@ -272,13 +326,28 @@ def _put_in_place(fresh: Path, path: Path) -> None:
             raise
 
 
-def _write_kernels(path: Path, kernels: tuple[Kernel, ...], target: CpuTarget, progress: Progress) -> None:
-    sources = path / "kernels"
-    sources.mkdir()
+def _write_kernels(
+    path: Path, spec: ModelSpec, options: CompileOptions, target: CpuTarget | CudaTarget, progress: Progress
+) -> tuple[Memory, dict[str, Any]]:
+    """Writes sources and binaries; the program, and what the manifest says of its numbers."""
+    sources, dtype = path / artifacts.KERNELS, numbers_of(options).dtype
+    if isinstance(target, CudaTarget):
+        gpu, cubins = compile_gpu_model(spec, options, target, sources, progress)
+        write_kernels(sources, cubins, target)
+        return gpu.program, {"strict": options.strict, "choices": numeric_choices(gpu, cubins)}
+    progress("lower the model", 0, 1)
+    _, plan = plan_model(spec, options, target)
+    progress("lower the model", 1, 1)
+    kernels: tuple[Kernel, ...] = (*plan.program.kernels, *probe_kernels(target, dtype))
     for name, text in emit_all(kernels, target).items():
         (sources / name).write_text(text)
     build_library(kernels, sources, target, path, progress)
     shutil.rmtree(sources / "__pycache__", ignore_errors=True)
+    return plan.program, {
+        "linear": "one float32 sum per element, K ascending"
+        + (", in pairs (vdpbf16ps)" if dtype == "bf16" and target.bf16_dot else ""),
+        "attention": {"key_tile": KEY_TILE, "key_split": KEY_SPLIT},
+    }
 
 
 def _write_tokenizer(path: Path, tokenizer: TokenizerFiles) -> None:
@@ -289,7 +358,7 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerFiles) -> None:
         (path / "chat_template.jinja").write_text(tokenizer.chat_template)
 
 
-def _write_weights(path: Path, source: Source, program: Program, progress: Progress) -> None:
+def _write_weights(path: Path, source: Source, program: Memory, progress: Progress) -> None:
     if source.random_seed is not None:
         seed = source.random_seed
         packed: Iterator[Array] = (random_packed(seed, weight) for weight in program.weights)
@@ -315,7 +384,12 @@ def _counted(items: Iterator[Array], total: int, progress: Progress) -> Iterator
 
 
 def _manifest(
-    path: Path, spec: ModelSpec, program: Program, options: CompileOptions, target: CpuTarget
+    path: Path,
+    spec: ModelSpec,
+    program: Memory,
+    options: CompileOptions,
+    target: CpuTarget | CudaTarget,
+    numerics: dict[str, Any],
 ) -> dict[str, Any]:
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != artifacts.MANIFEST)
     numbers = numbers_of(options)
@@ -325,25 +399,29 @@ def _manifest(
         "model": spec.name,
         "spec_digest": hashlib.sha256(resolved_yaml(spec).encode()).hexdigest(),
         "target": target.to_json(),
-        "tools": {"apache-tvm": importlib.metadata.version("apache-tvm")},
+        "tools": _tools(target),
         "numerics": {
             "dtype": numbers.dtype,
             "kv_dtype": numbers.kv_dtype,
-            "residual": "f32",
-            "linear": "one float32 sum per element, K ascending"
-            + (", in pairs (vdpbf16ps)" if numbers.dtype == "bf16" and target.bf16_dot else ""),
-            "attention": {"key_tile": KEY_TILE, "key_split": KEY_SPLIT},
+            "residual": GPU_RESIDUAL if isinstance(target, CudaTarget) else "f32",
+            **numerics,
         },
         "capacity": asdict(program.capacity),
         "max_len": program.max_len,
         "ops": load_ops(options.ops),
         "kv": {
-            **asdict(program.kv),
+            **program.kv.to_json(),
             "block_bytes": program.kv.block_bytes,
             "layout_id": program.kv.layout_id,
         },
         "files": {str(p.relative_to(path)): file_entry(p) for p in files},
     }
+
+
+def _tools(target: CpuTarget | CudaTarget) -> dict[str, str]:
+    if isinstance(target, CudaTarget):
+        return {"triton": triton_version()}
+    return {"apache-tvm": importlib.metadata.version("apache-tvm")}
 
 
 # ------------------------------------------------------------------------------------ the cache
@@ -356,12 +434,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagec"
 
 
-def _cache_path(source: Source, options: CompileOptions, target: CpuTarget) -> Path:
+def _cache_path(source: Source, options: CompileOptions, target: CpuTarget | CudaTarget) -> Path:
     chosen = {key: value for key, value in asdict(options).items() if key not in ("model", "output", "ops")}
     inputs = {
         "format": artifacts.FORMAT,
         "code": _code_digest(),
-        "tvm": importlib.metadata.version("apache-tvm"),
+        "tools": _tools(target),
         "spec": resolved_yaml(source.spec),
         "target": target.to_json(),
         "options": chosen,

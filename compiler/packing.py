@@ -183,9 +183,13 @@ def kv_elements(layout: KvLayout, slots: npt.NDArray[np.int32]) -> tuple[Array, 
     unit = WORD_ELEMENTS[layout.dtype]
     padded = padded_last((layout.head_dim,))
     block, offset = np.divmod(slots.astype(np.int64), layout.block_size)
-    sub, lane = np.divmod(offset, 16)
     head = np.arange(layout.kv_heads)
     span = block * (layout.span_bytes // ITEM_BYTES[layout.dtype])
+    if layout.kind == "rows":
+        row = span[:, None] + (head * layout.block_size + offset[:, None]) * padded
+        keys = row[..., None] + np.arange(layout.head_dim)
+        return keys, keys + layout.kv_heads * layout.block_size * padded
+    sub, lane = np.divmod(offset, 16)
     base = (span[:, None] + (sub[:, None] * layout.kv_heads + head) * 32 * padded)[..., None]
     lane = lane[:, None, None]
     c = np.arange(layout.head_dim)

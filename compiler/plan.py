@@ -14,19 +14,29 @@ from pagec.compiler.backends.cpu.tiles import FEW_TILES, KEY_SPLIT, query_tile
 from pagec.compiler.dims import ITEM_BYTES, Capacity, DType, round_up, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import CacheType, Graph, Type
-from pagec.compiler.program import HEAD_COUNTS, Buffer, Kernel, KvGroup, KvLayout, Launch, Program, Slot
+from pagec.compiler.program import (
+    HEAD_COUNTS,
+    Buffer,
+    Kernel,
+    KvGroup,
+    KvKind,
+    KvLayout,
+    Launch,
+    Program,
+    Slot,
+)
 from pagec.compiler.target import CpuTarget
 
 # Logits of a head chunk take at most this much: it bounds R.
 MAX_LOGIT_BYTES = 64 << 20
 
 
-def derive_logit_rows(vocab: int, max_seqs: int) -> int:
-    """R: as many rows as sequences, as far as their float32 logits fit in MAX_LOGIT_BYTES."""
-    return max(1, min(max_seqs, MAX_LOGIT_BYTES // (4 * row_stride((vocab,)))))
+def derive_logit_rows(vocab: int, max_seqs: int, most_bytes: int = MAX_LOGIT_BYTES) -> int:
+    """R: as many rows as sequences, as far as their float32 logits fit in `most_bytes`."""
+    return max(1, min(max_seqs, most_bytes // (4 * row_stride((vocab,)))))
 
 
-def kv_layout(graph: Graph, dtype: DType, block_size: int) -> KvLayout:
+def kv_layout(graph: Graph, dtype: DType, block_size: int, kind: KvKind = "words") -> KvLayout:
     """The layout of a fused graph's caches: layers grouped by window, groups of one size.
 
     Every group has as many layers as the rarest window has (the last group of a window may have fewer), so
@@ -46,7 +56,7 @@ def kv_layout(graph: Graph, dtype: DType, block_size: int) -> KvLayout:
         for start in range(0, len(layers), size)
     )
     kv_heads, head_dim = next(iter(shapes), (1, 1))
-    return KvLayout(dtype, block_size, kv_heads, head_dim, groups)
+    return KvLayout(dtype, block_size, kv_heads, head_dim, groups, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,11 @@ def make_plan(
     calls = [call for node in fused.nodes for call in lowering.lower(node)]
     body = tuple(call for call in calls if call.rows not in HEAD_COUNTS)
     head = tuple(call for call in calls if call.rows in HEAD_COUNTS)
-    buffers, slots = _assign(fused, body, head)
+    buffers, slots = assign_slots(
+        fused,
+        [(call.values(), call.node.outputs) for call in body],
+        [(call.values(), call.node.outputs) for call in head],
+    )
     kernels: dict[str, Kernel] = {}
     for call in (*body, *head):
         for kernel in call.kernels():
@@ -110,14 +124,20 @@ def _widest_group(graph: Graph, kv: KvLayout) -> int:
 
 
 def _launch(call: Call, graph: Graph) -> Launch:
+    variants = tuple((limit, kernel.key if kernel else "") for limit, kernel in call.variants)
+    return Launch(call.name, call.rows, variants, place_args(call.args, graph))
+
+
+def place_args(args: Sequence[str], graph: Graph) -> tuple[str, ...]:
+    """Arguments with where values lie in place of "value:NAME"."""
+
     def place(arg: str) -> str:
         kind, _, name = arg.partition(":")
         if kind != "value":
             return arg
         return f"step:{name}" if name in graph.inputs else f"buffer:{name}"
 
-    variants = tuple((limit, kernel.key if kernel else "") for limit, kernel in call.variants)
-    return Launch(call.name, call.rows, variants, tuple(place(arg) for arg in call.args))
+    return tuple(map(place, args))
 
 
 # ------------------------------------------------------------------------------------- liveness
@@ -147,21 +167,26 @@ class _Slots:
         return best
 
 
-def _assign(
-    graph: Graph, body: Sequence[Call], head: Sequence[Call]
+# Values that a launch, or a node's launches, read and make.
+Use = tuple[Sequence[str], Sequence[str]]
+
+
+def assign_slots(
+    graph: Graph, body: Sequence[Use], head: Sequence[Use]
 ) -> tuple[tuple[Buffer, ...], tuple[Slot, ...]]:
+    """Room for all values that are made, in the order of making."""
     order = [*body, *head]
-    last_use = {name: at for at, call in enumerate(order) for name in call.values()}
-    made_in_body = {name for call in body for name in call.node.outputs}
-    for call in head:
-        for name in call.values():
+    last_use = {name: at for at, (read, _) in enumerate(order) for name in read}
+    made_in_body = {name for _, made in body for name in made}
+    for read, _ in head:
+        for name in read:
             if name in made_in_body:
                 last_use[name] = len(order)
     for name in graph.outputs:
         last_use[name] = len(order)
     slots, place, buffers = _Slots(), dict[str, int](), list[Buffer]()
-    for at, call in enumerate(order):
-        for name in call.node.outputs:
+    for at, (read, made) in enumerate(order):
+        for name in made:
             t = graph.types[name]
             if not isinstance(t, Type) or name in place:
                 continue
@@ -169,6 +194,6 @@ def _assign(
             size = round_up(row_stride(t.inner) * ITEM_BYTES[t.dtype], 4)
             place[name] = slots.take(t.rows, size)
             buffers.append(Buffer(name, t.rows, t.inner, t.dtype, place[name]))
-        ending = [n for n in (*call.values(), *call.node.outputs) if n in place]
+        ending = [n for n in (*read, *made) if n in place]
         slots.free += [place[n] for n in dict.fromkeys(ending) if last_use.get(n, at) <= at]
     return tuple(buffers), tuple(slots.slots)

@@ -108,6 +108,9 @@ class KvGroup:
     window: int | None
 
 
+KvKind = Literal["words", "rows"]
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """How the KV pool is laid out.
@@ -116,9 +119,12 @@ class KvLayout:
     Spans of a layer's index within its group lie together, block after block, so that a run of blocks is
     contiguous memory for each layer:  pool[layer_in_group][block][span_bytes].
 
-    Inside a span, per 16 tokens and KV head: K as words [head_dim / unit][16] and V as words
-    [16 / unit][head_dim], a 32-bit word being `unit` elements (2 of bf16: neighbouring dims of K,
-    neighbouring tokens of V; 1 of float32). head_dim is padded to 16.
+    Inside a span, head_dim padded to 16:
+
+    words (CPUs)  per 16 tokens and KV head K as words [head_dim / unit][16] and V as words
+                  [16 / unit][head_dim], a 32-bit word being `unit` elements (2 of bf16: neighbouring dims
+                  of K, neighbouring tokens of V; 1 of float32)
+    rows (GPUs)   [K, V][kv_head][token][head_dim]
     """
 
     dtype: DType
@@ -126,6 +132,7 @@ class KvLayout:
     kv_heads: int
     head_dim: int
     groups: tuple[KvGroup, ...]
+    kind: KvKind = "words"
 
     @property
     def span_bytes(self) -> int:
@@ -143,7 +150,7 @@ class KvLayout:
     @property
     def layout_id(self) -> str:
         """Names this layout: bytes of blocks may be exchanged only between equal ids."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def place(self, layer: int) -> tuple[int, int]:
@@ -152,6 +159,18 @@ class KvLayout:
             if layer in group.layers:
                 return g, group.layers.index(layer)
         raise KeyError(layer)
+
+    def to_json(self) -> dict[str, Any]:
+        """Words go without saying: what CPUs have stored keeps its id."""
+        data = asdict(self)
+        if self.kind == "words":
+            del data["kind"]
+        return data
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> KvLayout:
+        groups = tuple(KvGroup(tuple(g["layers"]), g["window"]) for g in data["groups"])
+        return KvLayout(**{**data, "groups": groups})
 
 
 # T: tokens. R: logit rows. tiles: attention's work items. merges: tiles whose splits are computed apart, or
@@ -197,40 +216,26 @@ class Kernel:
     bytes_fixed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Everything a runner needs beside the kernels' binary and the weights' bytes.
-
-    `query_tile`: tokens of an attention tile. In a step of up to `few_tiles` tiles, each `key_split` keys of
-    a decoding sequence are work of their own, to be merged.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a program of any target asks of memory, and whose outputs it gives."""
 
     model: str
     vocab: int
     max_len: int
     capacity: Capacity
-    query_tile: int
-    few_tiles: int
-    key_split: int
     kv: KvLayout
     slots: tuple[Slot, ...]
     buffers: tuple[Buffer, ...]
     weights: tuple[PackedWeight, ...]
     tables: tuple[RopeTable, ...]
     scratch_bytes: int
-    kernels: tuple[Kernel, ...]
-    body: tuple[Launch, ...]
-    head: tuple[Launch, ...]
     outputs: Mapping[str, str]
 
     @property
     def max_blocks(self) -> int:
         """Blocks of a sequence of the greatest length."""
         return -(-self.max_len // self.kv.block_size)
-
-    def merges(self, num_tiles: int, longest: int) -> int:
-        """Tiles whose splits have to be merged, in a step whose longest sequence has `longest` tokens."""
-        return num_tiles if num_tiles <= self.few_tiles and longest > self.key_split else 0
 
     def slot_offsets(self) -> tuple[list[int], int]:
         """Byte offset of each workspace slot, and the size of all of them."""
@@ -241,37 +246,65 @@ class Program:
         return offsets, end
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "kv": self.kv.to_json()}
+
+
+def memory_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Memory."""
+    return {
+        "model": data["model"],
+        "vocab": data["vocab"],
+        "max_len": data["max_len"],
+        "capacity": Capacity(**data["capacity"]),
+        "kv": KvLayout.from_json(data["kv"]),
+        "slots": tuple(Slot(**s) for s in data["slots"]),
+        "buffers": tuple(Buffer(**{**b, "inner": tuple(b["inner"])}) for b in data["buffers"]),
+        "weights": tuple(_weight_from_json(w) for w in data["weights"]),
+        "tables": tuple(
+            RopeTable(t["name"], tuple(t["frequencies"]), t["length"], t["scale"]) for t in data["tables"]
+        ),
+        "scratch_bytes": data["scratch_bytes"],
+        "outputs": dict(data["outputs"]),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program(Memory):
+    """Everything a runner on a CPU needs beside the kernels' binary and the weights' bytes.
+
+    `query_tile`: tokens of an attention tile. In a step of up to `few_tiles` tiles, each `key_split` keys of
+    a decoding sequence are work of their own, to be merged.
+    """
+
+    query_tile: int
+    few_tiles: int
+    key_split: int
+    kernels: tuple[Kernel, ...]
+    body: tuple[Launch, ...]
+    head: tuple[Launch, ...]
+
+    def merges(self, num_tiles: int, longest: int) -> int:
+        """Tiles whose splits have to be merged, in a step whose longest sequence has `longest` tokens."""
+        return num_tiles if num_tiles <= self.few_tiles and longest > self.key_split else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Sizes first, then memory, then the launches."""
+        data = Memory.to_json(self)
+        sizes = ("model", "vocab", "max_len", "capacity", "query_tile", "few_tiles", "key_split")
+        launches = ("kernels", "body", "head", "outputs")
+        memory = (name for name in data if name not in launches)
+        return {name: data[name] for name in dict.fromkeys((*sizes, *memory, *launches))}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Program:
-        kv = data["kv"]
         return Program(
-            model=data["model"],
-            vocab=data["vocab"],
-            max_len=data["max_len"],
-            capacity=Capacity(**data["capacity"]),
+            **memory_from_json(data),
             query_tile=data["query_tile"],
             few_tiles=data["few_tiles"],
             key_split=data["key_split"],
-            kv=KvLayout(
-                kv["dtype"],
-                kv["block_size"],
-                kv["kv_heads"],
-                kv["head_dim"],
-                tuple(KvGroup(tuple(g["layers"]), g["window"]) for g in kv["groups"]),
-            ),
-            slots=tuple(Slot(**s) for s in data["slots"]),
-            buffers=tuple(Buffer(**{**b, "inner": tuple(b["inner"])}) for b in data["buffers"]),
-            weights=tuple(_weight_from_json(w) for w in data["weights"]),
-            tables=tuple(
-                RopeTable(t["name"], tuple(t["frequencies"]), t["length"], t["scale"]) for t in data["tables"]
-            ),
-            scratch_bytes=data["scratch_bytes"],
             kernels=tuple(Kernel(**{**k, "signature": tuple(k["signature"])}) for k in data["kernels"]),
             body=_launches_from_json(data["body"]),
             head=_launches_from_json(data["head"]),
-            outputs=dict(data["outputs"]),
         )
 
 

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pagec.compiler.artifact import Artifact
+from pagec.compiler.artifact import Artifact, look_at
 from pagec.compiler.backends.cpu.emit import emit_kernel
-from pagec.compiler.backends.targets import load_target
+from pagec.compiler.backends.targets import load_cpu_target
 from pagec.compiler.dims import Capacity
 from pagec.compiler.driver import CompileOptions, find_source, plan_model
 from pagec.compiler.fusion import format_fusion, fusion_rows
@@ -23,25 +23,26 @@ from pagec.compiler.target import CpuTarget
 from pagec.compiler.user_ops import check_known, load_ops
 
 
-def show(what: str, model: str, as_json: bool, ops: Iterable[Path] = ()) -> str:
-    """`what`: graph, fused, plan or kernels; `model`: an artifact, or anything that can be compiled.
+def show(what: str, model: str, as_json: bool, ops: Iterable[Path] = (), target: str = "cpu") -> str:
+    """`what`: graph, fused, plan or kernels; `model`: an artifact, or anything that can be compiled (for
+    `target`, a CPU; of GPUs see show_gpu.py).
 
     `ops`: Python files that register ops of the user's.
     """
     load_ops(ops)
-    graph, plan, target = _load(model)
+    graph, plan, cpu = _load(model, target)
     match what:
         case "graph" | "fused":
             chosen = graph if what == "graph" else plan.graph
             return _json(to_json(chosen)) if as_json else format_graph(chosen)
         case "plan":
             if as_json:
-                return _json({**plan_rows(plan.program), "fusion": fusion_rows(plan.graph, target)})
-            return f"{format_plan(plan.program)}\n{format_fusion(plan.graph, target)}"
+                return _json({**plan_rows(plan.program), "fusion": fusion_rows(plan.graph, cpu)})
+            return f"{format_plan(plan.program)}\n{format_fusion(plan.graph, cpu)}"
         case "kernels":
             if as_json:
                 return _json([kernel_row(kernel) for kernel in plan.program.kernels])
-            return "\n\n".join(emit_kernel(kernel, target) for kernel in plan.program.kernels)
+            return "\n\n".join(emit_kernel(kernel, cpu) for kernel in plan.program.kernels)
     raise ValueError(what)
 
 
@@ -49,12 +50,13 @@ def _json(data: Any) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def _load(model: str) -> tuple[Graph, Plan, CpuTarget]:
+def _load(model: str, name: str) -> tuple[Graph, Plan, CpuTarget]:
     if Artifact.is_artifact(Path(model)):
-        artifact = Artifact.open(Path(model), for_this_machine=False)
+        artifact = look_at(Path(model))
+        assert isinstance(artifact, Artifact), "of a GPU's artifact show_gpu.py tells"
         return artifact.graph(), plan_of(artifact), artifact.target
-    options = CompileOptions(model=model)
-    target = load_target(options.target)
+    options = CompileOptions(model=model, target=name)
+    target = load_cpu_target(name)
     graph, plan = plan_model(find_source(options).spec, options, target)
     return graph, plan, target
 

@@ -33,6 +33,7 @@ LIGHT: Final = frozenset(
         "target",
         "launch",
         "program",
+        "gpu_program",
         "probes",
         "artifact",
         "packing",

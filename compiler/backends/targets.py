@@ -16,26 +16,30 @@ PREFERENCE = ("cpu-avx512-bf16", "cpu-avx512", "cpu-avx2", "cpu-neon")
 GPUS = ("a100", "h100", "h200")
 
 
-def load_target(name: str) -> CpuTarget:
-    """A CPU target by name."""
+def load_target(name: str) -> CpuTarget | CudaTarget:
+    """A target by name."""
     if name == HOST:
         return best_for_this_machine()
     data = _read(name)
-    if "sm" in data:
+    return CudaTarget.from_json(data) if "sm" in data else CpuTarget.from_json(data)
+
+
+def load_cpu_target(name: str) -> CpuTarget:
+    """A CPU by name."""
+    target = load_target(name)
+    if isinstance(target, CudaTarget):
         raise TargetError(
-            f"{name} is a GPU, for which whole models are not compiled yet",
-            place="--target",
-            remedy=f"use cpu, or one of {', '.join(PREFERENCE)}",
+            f"{name} is a GPU", place="--target", remedy=f"use cpu, or one of {', '.join(PREFERENCE)}"
         )
-    return CpuTarget.from_json(data)
+    return target
 
 
 def load_cuda_target(name: str) -> CudaTarget:
     """A GPU by name."""
-    data = _read(name)
-    if "sm" not in data:
+    target = load_target(name)
+    if isinstance(target, CpuTarget):
         raise TargetError(f"{name} is no GPU", place="--target", remedy=f"use one of {', '.join(GPUS)}")
-    return CudaTarget.from_json(data)
+    return target
 
 
 def best_for_this_machine() -> CpuTarget:

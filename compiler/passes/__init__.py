@@ -28,10 +28,12 @@ from pagec.compiler.verifier import verify
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The data types of a program: `dtype` of weights and linear inputs, `kv_dtype` of the cache."""
+    """The data types of a program: `dtype` of weights and linear inputs, `kv_dtype` of the cache,
+    `residual` of the stream that layers add to."""
 
     dtype: DType
     kv_dtype: DType
+    residual: DType = "f32"
 
 
 Pass = Callable[[Graph, Numbers], Graph]
@@ -44,7 +46,7 @@ PIPELINE: Final[tuple[tuple[str, Pass], ...]] = (
     ("add_sample", lambda graph, _: add_sample(graph)),
     ("lower_attention", lambda graph, _: lower_attention(graph)),
     ("group_experts", lambda graph, _: group_experts(graph)),
-    ("round_inputs", lambda graph, n: round_inputs(graph, n.dtype, n.kv_dtype)),
+    ("round_inputs", lambda graph, n: round_inputs(graph, n.dtype, n.kv_dtype, n.residual)),
     ("fuse_kv_write", lambda graph, _: fuse_kv_write(graph)),
     ("fuse_attention", lambda graph, _: fuse_attention(graph)),
     ("fuse_epilogue", lambda graph, _: fuse_epilogue(graph)),

@@ -12,11 +12,16 @@ from pagec.compiler.ir import Graph, Node, Type, ValueType
 MATRIX_OPS: Final = ("embed", "linear", "grouped_linear")
 
 
-def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
-    """Rows that a linear reads are rounded to `dtype`, q, k and v to `kv_dtype`, each once.
+# Ops that look at a value in place.
+VIEWS: Final = ("slice", "take_rows", "heads_of")
 
-    Everything else (residual stream, norms, activations, softmax sums) stays float32. Weights of linears
-    and embedding tables are stored in `dtype`.
+
+def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType, residual: DType = "f32") -> Graph:
+    """Rows that a linear reads are rounded to `dtype`, q, k and v to `kv_dtype`, each once; the residual
+    stream (embeddings, and sums of two rows) to `residual`.
+
+    Everything else (norms, activations, softmax sums) stays float32. Weights of linears and embedding
+    tables are stored in `dtype`.
 
     before:  %y = linear(%h, $w)              after:  %h.bf16 = cast(%h, dtype='bf16')
                                                       %y = linear(%h.bf16, $w)
@@ -26,6 +31,7 @@ def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
     weights = {n: replace(t, dtype=dtype) if n in stored else t for n, t in graph.weights.items()}
     nodes: list[Node] = []
     rounded: set[str] = set()
+    stream: dict[str, str] = {}  # values of the residual stream, rounded
 
     users = graph.users()
 
@@ -43,7 +49,11 @@ def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
         return f"%{new}"
 
     for node in graph.nodes:
-        inputs = list(node.inputs)
+        inputs = [stream.get(name, name) for name in node.inputs]
+        if node.op in VIEWS and inputs[0] != node.inputs[0]:
+            view = types[node.outputs[0]]
+            assert isinstance(view, Type)
+            types[node.outputs[0]] = replace(view, dtype=residual)
         match node.op:
             case "linear" | "grouped_linear":
                 inputs[0] = cast(inputs[0], dtype)
@@ -56,4 +66,11 @@ def round_inputs(graph: Graph, dtype: DType, kv_dtype: DType) -> Graph:
             case "paged_attention":
                 inputs[0] = cast(inputs[0], kv_dtype, f"{node.outputs[0]}.q")
         nodes.append(replace(node, inputs=tuple(inputs)))
+        if _is_residual(node) and node.outputs[0] not in graph.outputs:
+            stream[f"%{node.outputs[0]}"] = cast(f"%{node.outputs[0]}", residual)
     return graph.with_nodes(nodes, types, weights)
+
+
+def _is_residual(node: Node) -> bool:
+    """Whether a node's result is where the residual stream goes on."""
+    return node.op == "embed" or (node.op == "add" and len(list(node.values())) == len(node.inputs) == 2)

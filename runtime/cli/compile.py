@@ -18,6 +18,7 @@ ModelArgument = Annotated[
     ),
 ]
 
+TARGET_HELP = "cpu (this machine), a100, h100, h200 or another name in configs/targets."
 OpsOption = Annotated[
     list[Path] | None,
     typer.Option("--ops", metavar="FILE.py", help="Registers ops of your own; it is run as code."),
@@ -30,7 +31,7 @@ def command(
         str | None,
         typer.Option(help="PATH of a checkpoint, none, or random:SEED.", show_default="the model's own"),
     ] = None,
-    target: Annotated[str, typer.Option(help="cpu (this machine) or a name in configs/targets.")] = "cpu",
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = "cpu",
     dtype: Annotated[str, typer.Option(help="bf16 or f32: weights and matrix inputs.")] = "bf16",
     kv_dtype: Annotated[
         str | None, typer.Option(help="bf16 or f32: keys and values.", show_default="as --dtype")
@@ -48,6 +49,12 @@ def command(
         int | None,
         typer.Option(min=1, help="Tokens in a block of the KV pool, a multiple of 16.", show_default="16"),
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="On a GPU: the same bits alone or in a crowd, at some speed. CPUs always do."
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Artifact directory.", show_default="a cache")
     ] = None,
@@ -60,8 +67,10 @@ def command(
 
         [bold]pagec compile SmolLM2.gguf[/]
         [bold]pagec compile configs/models/smollm2-135m.yaml --weights none -o smollm2[/]
+        [bold]pagec compile llama-3.2-1b --weights none --target h100 -o llama[/]
     """
     from pagec.compiler.driver import CompileOptions, compile_model
+    from pagec.runtime.cli.tuned import tuned_choices
 
     options = CompileOptions(
         model=model,
@@ -75,6 +84,8 @@ def command(
         block_size=block_size,
         output=output,
         ops=tuple(ops or ()),
+        strict=strict,
+        tuned=tuned_choices(target, strict),
     )
     with progress_display() as progress:
         result = compile_model(options, progress)

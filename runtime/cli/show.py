@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pagec.runtime.cli.compile import OpsOption
+from pagec.runtime.cli.compile import TARGET_HELP, OpsOption
 from pagec.runtime.cli.console import JsonFlag, print_json
 
 
@@ -25,26 +25,38 @@ class Subject(StrEnum):
 def command(
     what: Annotated[Subject, typer.Argument(help="Which stage.")],
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_ARTIFACT")],
+    target: Annotated[str, typer.Option(help=f"Of a model: {TARGET_HELP}")] = "cpu",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Of a model for a GPU: as compile has it.")
+    ] = False,
     ops: OpsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show a model's graph, its fused graph, its plan (bytes and FLOPs; what was fused, what was not and
-    why), its kernels, or a manifest.
+    why), its kernels (for a GPU: what they occupy, and their time by the cost model), or a manifest.
 
-    [bold]pagec show plan SmolLM2.gguf[/]
+        [bold]pagec show plan SmolLM2.gguf[/]
+        [bold]pagec show kernels llama-3.2-1b --target h100[/]
     """
     if what is Subject.MANIFEST:
         _show_manifest(Path(model), as_json)
         return
+    from pagec.compiler.show_gpu import is_for_gpu
+
+    if is_for_gpu(model, target):
+        from pagec.runtime.cli.show_gpu import show_gpu
+
+        show_gpu(what.value, model, target, strict, ops or (), as_json)
+        return
     from pagec.compiler.show import show
 
-    typer.echo(show(what.value, model, as_json, ops or ()), nl=False)
+    typer.echo(show(what.value, model, as_json, ops or (), target), nl=False)
 
 
 def _show_manifest(path: Path, as_json: bool) -> None:
-    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.artifact import look_at
 
-    manifest = Artifact.open(path, for_this_machine=False).manifest
+    manifest = look_at(path).manifest
     if as_json:
         print_json(manifest, indent=1)
         return

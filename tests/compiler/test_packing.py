@@ -20,7 +20,7 @@ from pagec.compiler.packing import (
     to_bf16,
     unpack,
 )
-from pagec.compiler.program import KvGroup, KvLayout
+from pagec.compiler.program import KvGroup, KvKind, KvLayout
 
 floats = hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32, allow_nan=False))
 
@@ -85,10 +85,27 @@ def test_rows_survive_a_buffer(inner: tuple[int, ...], dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_every_token_has_elements_of_its_own_in_the_pool(dtype: DType, block_size: int) -> None:
-    layout = KvLayout(dtype, block_size, 3, 20, (KvGroup((0,), None),))
+@pytest.mark.parametrize("kind", ["words", "rows"])
+def test_every_token_has_elements_of_its_own_in_the_pool(dtype: DType, block_size: int, kind: KvKind) -> None:
+    layout = KvLayout(dtype, block_size, 3, 20, (KvGroup((0,), None),), kind)
     keys, values = kv_elements(layout, np.arange(5 * block_size, dtype=np.int32))
     places = np.concatenate([keys.ravel(), values.ravel()])
     assert len(np.unique(places)) == len(places)
     elements = layout.span_bytes // (2 if dtype == "bf16" else 4)
     assert places.max() < 5 * elements
+
+
+def test_rows_of_a_gpu_lie_block_by_block() -> None:
+    """[block][K, V][kv_head][token][padded head], as the kernels read them."""
+    layout = KvLayout("bf16", 16, 3, 20, (KvGroup((0,), None),), "rows")
+    pool = np.arange(2 * layout.span_bytes // 2).reshape(2, 2, 3, 16, 32)
+    keys, values = kv_elements(layout, np.array([0, 21], np.int32))
+    for token, (block, offset) in enumerate([(0, 0), (1, 5)]):
+        assert (keys[token] == pool[block, 0, :, offset, :20]).all()
+        assert (values[token] == pool[block, 1, :, offset, :20]).all()
+
+
+def test_layouts_of_cpus_and_gpus_have_ids_of_their_own() -> None:
+    words, rows = (KvLayout("bf16", 16, 3, 20, (KvGroup((0,), None),), kind) for kind in ("words", "rows"))
+    assert words.layout_id != rows.layout_id
+    assert [KvLayout.from_json(one.to_json()) for one in (words, rows)] == [words, rows]

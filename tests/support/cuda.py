@@ -62,8 +62,8 @@ def _attention() -> Iterator[CudaKernel]:
     yield decode(smol, DecodeKnobs(64, 256, 4, 3))
     yield decode(gemma, DecodeKnobs(32, 512, 4, 2))
     yield decode(phi, DecodeKnobs(64, 512, 4, 2))
-    yield merge(llama, 512)
-    yield merge(phi, 512)
+    yield merge(llama)
+    yield merge(phi)
 
 
 def _linears() -> Iterator[CudaKernel]:

@@ -17,7 +17,7 @@ import numpy as np
 from pagec.compiler.backends.cpu.build import build_library
 from pagec.compiler.backends.cpu.emit import emit_all
 from pagec.compiler.backends.cpu.lower import Call, Lowering, Settings
-from pagec.compiler.backends.targets import load_target
+from pagec.compiler.backends.targets import load_cpu_target
 from pagec.compiler.dims import ITEM_BYTES, Capacity, DType, row_stride
 from pagec.compiler.ir import Graph, Type
 from pagec.compiler.packing import buffer_to_rows, pack, rows_to_buffer
@@ -43,7 +43,7 @@ class KernelRun:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        target = load_target(self.target)
+        target = load_cpu_target(self.target)
         settings = Settings(target, Capacity(512, 64, 64), self.max_len, self.query_tile, self.kv)
         self.lowering = Lowering(self.graph, self.source or self.graph, settings)
         self.calls = [call for node in self.graph.nodes for call in self.lowering.lower(node)]

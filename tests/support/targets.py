@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from pagec.compiler.backends.targets import PREFERENCE, load_target
+from pagec.compiler.backends.targets import PREFERENCE, load_cpu_target
 from pagec.compiler.dims import DType
 from pagec.compiler.packing import from_bf16, to_bf16
 from pagec.compiler.target import host
 
 U = 2.0**-24
-RUNNABLE = [name for name in PREFERENCE if host().flags.issuperset(load_target(name).requires)]
+RUNNABLE = [name for name in PREFERENCE if host().flags.issuperset(load_cpu_target(name).requires)]
 few = settings(
     max_examples=6,
     deadline=None,  # an example compiles kernels, so shrinking one would take minutes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pagec.compiler.backends.cpu.calls import ELEMENT_FLOPS, Call, Settings
-from pagec.compiler.backends.cpu.kv_sources import KvSources
 from pagec.compiler.backends.cpu.lower_experts import BACKEND
 from pagec.compiler.backends.cpu.lower_sample import SampleLowering
 from pagec.compiler.backends.cpu.rowwise import Region
@@ -16,6 +15,7 @@ from pagec.compiler.backends.cpu.tiles import (
     PARTIAL_EXTRA,
     attention_tiles,
 )
+from pagec.compiler.backends.kv_sources import KvSources
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import CacheType, Node

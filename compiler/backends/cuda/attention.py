@@ -136,7 +136,7 @@ def decode(shape: AttentionShape, knobs: DecodeKnobs) -> CudaKernel:
     )
 
 
-def merge(shape: AttentionShape, split: int, warps: int = 1) -> CudaKernel:
+def merge(shape: AttentionShape, warps: int = 1) -> CudaKernel:
     """The kernel that puts decode's partial results together."""
     params = _params(shape, MIN_ROWS, MIN_ROWS, 0, 1, 1)
     names = ("heads", "kv_heads", "DP", "dtype", "out_dtype", "out_stride", "rest", "scale", "softcap")
@@ -150,7 +150,7 @@ def merge(shape: AttentionShape, split: int, warps: int = 1) -> CudaKernel:
         ("out", shape.out_dtype),
     )
     grid = GridRule(1, shape.heads)
-    return make_kernel("attention_merge", f"{shape.words()}_{split}", params, arrays, Counts.S, grid, warps)
+    return make_kernel("attention_merge", shape.words(), params, arrays, Counts.S, grid, warps)
 
 
 def _power(width: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
@@ -112,16 +113,23 @@ def _triton() -> Any:
     try:
         import triton
     except ImportError as e:
-        raise CompileError(
-            "kernels for NVIDIA GPUs are compiled by Triton, which is not installed",
-            remedy="pip install 'pagec[cuda]'",
-        ) from e
+        raise _no_triton() from e
     return triton
 
 
 def triton_version() -> str:
-    """Of the installed Triton; it is part of every kernel's identity."""
-    return str(_triton().__version__)
+    """Of the installed Triton, which is not imported for it; it is part of every kernel's identity."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError as e:
+        raise _no_triton() from e
+
+
+def _no_triton() -> CompileError:
+    return CompileError(
+        "kernels for NVIDIA GPUs are compiled by Triton, which is not installed",
+        remedy="pip install 'pagec[cuda]'",
+    )
 
 
 def _compile(request: CompileRequest, target: CudaTarget) -> Cubin:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagec.compiler.backends.cpu.kv_sources import KvSources, Source
 from pagec.compiler.backends.cuda.emit import ELEMENTS, CudaKernel, make_kernel
+from pagec.compiler.backends.kv_sources import KvSources, Source
 from pagec.compiler.dims import padded_last, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import CacheType, Graph, Node

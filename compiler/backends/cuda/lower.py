@@ -3,17 +3,19 @@
 Arguments are those of program.py, and
 
     scratch:N      memory for within a launch and the one after it, from byte N on
-    step:splits[n, 2], step:split_start[S + 1]     work items of decode attention, and each sequence's first
+    partial:stats, partial:sums     what decode attention's items leave, for as many as a step may have
+    step:splits[n, 2], step:split_start[S + 1]     these items, and each sequence's first
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from pagec.compiler.backends.cuda.attention import AttentionShape, decode, merge, prefill
-from pagec.compiler.backends.cuda.defaults import decode_knobs, grouped_knobs, linear_knobs, prefill_knobs
 from pagec.compiler.backends.cuda.emit import CudaKernel
 from pagec.compiler.backends.cuda.experts import expert_columns, expert_lists, grouped_linear, top_k
+from pagec.compiler.backends.cuda.knobs import Choice, Chooser
 from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, kv_write
 from pagec.compiler.backends.cuda.linear import LinearShape, linear_of, shape_of
 from pagec.compiler.backends.cuda.rowwise import RowwiseKnobs, rowwise
@@ -26,27 +28,31 @@ from pagec.compiler.ops.frequencies import frequencies
 from pagec.compiler.packer import Layout, Packer
 from pagec.compiler.program import KvLayout
 from pagec.compiler.rope import RopeConfig
-from pagec.compiler.target import CudaTarget
+
+# Vocabularies that eight warps share; with few tokens they spill.
+MANY_TOKENS: Final = 1 << 14
+# What decode attention leaves of each item, for the merge.
+PARTIAL: Final = ("partial:stats", "partial:sums")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What lowering needs beside the graph. `splits`: decode attention's items that a step holds."""
+    """What lowering needs beside the graph."""
 
-    target: CudaTarget
     capacity: Capacity
     max_len: int
     kv: KvLayout
-    splits: int
+    chooser: Chooser
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A launch: its kernel and what the kernel's arrays are, `counts` left out."""
+    """A launch: its kernel and what the kernel's arrays are, `counts` left out. `choice`: the tuned one."""
 
     node: Node
     kernel: CudaKernel
     args: tuple[str, ...]
+    choice: Choice | None = None
 
 
 class RowMajor(Packer):
@@ -76,6 +82,7 @@ class Lowering:
         self.graph, self.settings = graph, settings
         self.packer = RowMajor(graph, source.weights, 0)
         self.scratch_bytes = 0  # launches that need scratch memory share one area
+        self.chooser = settings.chooser
 
     def lower(self, node: Node, rows: int) -> tuple[Call, ...]:
         """The launches of a node in a bucket of up to `rows` rows; CompileError if it has no kernel."""
@@ -90,7 +97,7 @@ class Lowering:
             case "fused.kv_write":
                 return (self._kv_write(node),)
             case "fused.attention":
-                return self._attention(node)
+                return self._attention(node, rows)
             case "argmax":
                 return self._argmax(node)
             case "sample":
@@ -115,12 +122,13 @@ class Lowering:
 
     def _linear(self, node: Node, rows: int) -> tuple[Call, ...]:
         shape = shape_of(node, self.graph)
-        knobs = linear_knobs(shape, rows, self.settings.target)
+        knobs, choice = self.chooser.linear(shape, rows)
         if knobs.splits > 1:
             self._scratch(4 * knobs.splits * rows * shape.n)
         own = self._matrix(node, shape)
         return tuple(
-            Call(node, kernel, self._packed(args, own)) for kernel, args in linear_of(node, self.graph, knobs)
+            Call(node, kernel, self._packed(args, own), choice)
+            for kernel, args in linear_of(node, self.graph, knobs)
         )
 
     def _matrix(self, node: Node, shape: LinearShape) -> dict[str, str]:
@@ -143,7 +151,7 @@ class Lowering:
         args = [*_values(node.inputs[0]), f"weight:{matrix}", *_values(node.inputs[3])]
         if len(node.inputs) > 4:
             args.append(f"weight:{self.packer.expert_vectors(node.inputs[4][1:])}")
-        kernel = grouped_linear(node, self.graph, grouped_knobs(columns, rows))
+        kernel = grouped_linear(node, self.graph, self.chooser.grouped(columns, rows))
         return Call(node, kernel, (*args, *_values(node.outputs[0])))
 
     def _kv_write(self, node: Node) -> Call:
@@ -161,29 +169,29 @@ class Lowering:
         kernel, args = kv_write(node, self.graph, use, table, KvWriteKnobs())
         return Call(node, kernel, self._packed(args))
 
-    def _attention(self, node: Node) -> tuple[Call, ...]:
+    def _attention(self, node: Node, rows: int) -> tuple[Call, ...]:
         """Chunks, single new tokens, and what puts the latter's splits together: each finds its own items."""
-        core, out = node.body[0], self.graph.type(node.outputs[0])
+        shape, group = self.attention(node)
+        (chunks, chunks_choice), (knobs, choice) = (
+            self.chooser.prefill(shape),
+            self.chooser.decode(shape, rows),
+        )
+        core, result = node.body[0], _value(node.outputs[0])
+        step = ("step:query_start", "step:seq_lens", f"step:block_tables.{group}")
+        read = (*step, _value(core.inputs[0]), core_cache(core, self.graph))
+        return (
+            Call(node, prefill(shape, chunks), ("step:tiles", *read, result), chunks_choice),
+            Call(node, decode(shape, knobs), ("step:splits", *read, *PARTIAL), choice),
+            Call(node, merge(shape), ("step:split_start", "step:query_start", *PARTIAL, result)),
+        )
+
+    def attention(self, node: Node) -> tuple[AttentionShape, int]:
+        """The shape of a fused.attention node, and its layer's group of cache blocks."""
+        core = node.body[0]
         cache = self.graph.types[core.inputs[1][1:]]
         assert isinstance(cache, CacheType)
-        shape = attention_shape(core, out, cache, self.settings)
-        group, _ = self.settings.kv.place(cache.layer)
-        knobs = decode_knobs(shape)
-        stats = 4 * self.settings.splits * shape.heads * 2
-        sums = round_up(stats, BYTE_ALIGN)
-        self._scratch(sums + 4 * self.settings.splits * shape.heads * shape.padded)
-        step = ("step:query_start", "step:seq_lens", f"step:block_tables.{group}")
-        read = (*step, _value(core.inputs[0]), f"kv:{cache.layer}")
-        partial, result = ("scratch:0", f"scratch:{sums}"), _value(node.outputs[0])
-        return (
-            Call(node, prefill(shape, prefill_knobs(shape)), ("step:tiles", *read, result)),
-            Call(node, decode(shape, knobs), ("step:splits", *read, *partial)),
-            Call(
-                node,
-                merge(shape, knobs.split),
-                ("step:split_start", "step:query_start", *partial, result),
-            ),
-        )
+        shape = attention_shape(core, self.graph.type(node.outputs[0]), cache, self.settings)
+        return shape, self.settings.kv.place(cache.layer)[0]
 
     def _argmax(self, node: Node) -> tuple[Call, ...]:
         x, out = self.graph.type(node.inputs[0][1:]), _value(node.outputs[0])
@@ -199,7 +207,8 @@ class Lowering:
         )
 
     def _sample(self, node: Node) -> Call:
-        kernel = sample(self.graph.type(node.inputs[0][1:]).inner[0])
+        vocab = self.graph.type(node.inputs[0][1:]).inner[0]
+        kernel = sample(vocab, warps=8 if vocab >= MANY_TOKENS else 4)
         self._scratch(4 * self.settings.capacity.R * int(kernel.params["padded"]))
         inputs, outputs = ([_value(name) for name in names] for names in (node.inputs, node.outputs))
         return Call(node, kernel, (*inputs, "scratch:0", *outputs))
@@ -224,6 +233,13 @@ class Lowering:
         inner = self.graph.weights[name].inner
         packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
         return f"weight:{packed}"
+
+
+def core_cache(core: Node, graph: Graph) -> str:
+    """The argument of a paged_attention node's cache."""
+    cache = graph.types[core.inputs[1][1:]]
+    assert isinstance(cache, CacheType)
+    return f"kv:{cache.layer}"
 
 
 def attention_shape(core: Node, out: Type, cache: CacheType, settings: Settings) -> AttentionShape:

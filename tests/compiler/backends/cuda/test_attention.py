@@ -121,7 +121,7 @@ class Batch:
         split_start = np.searchsorted(splits[:, 0], np.arange(len(self.chunks) + 1)).astype(np.int32)
         arrays = {"split_start": split_start, "query_start": self.starts, "stats": stats, "sums": sums}
         arrays["out"] = self.out()
-        interpret(merge(shape, knobs.split), arrays, counts)
+        interpret(merge(shape), arrays, counts)
         return self.unpadded(arrays["out"])
 
     def _step(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from support.goldens import Golden
 from pagec.compiler.backends.cuda.build import CompileRequest, Cubin, compile_all, compile_kernel
 from pagec.compiler.backends.cuda.linear import LinearKnobs, LinearShape, linear, plain
 from pagec.compiler.backends.cuda.resources import Resources, check, occupancy
-from pagec.compiler.backends.targets import load_cuda_target, load_target
+from pagec.compiler.backends.targets import load_cpu_target, load_cuda_target, load_target
 from pagec.compiler.errors import ArtifactError, CompileError, TargetError
 from pagec.compiler.launch import GridRule, LaunchMetadata
 
@@ -181,9 +181,10 @@ def test_occupancy(resources: Resources, warps: int, expected: int) -> None:
             check(resources, warps, A100, "key")
 
 
-def test_gpus_are_no_targets_of_whole_models_yet() -> None:
+def test_targets_know_their_kind() -> None:
+    assert load_target("a100") == A100
     with pytest.raises(TargetError, match="a100 is a GPU"):
-        load_target("a100")
+        load_cpu_target("a100")
     with pytest.raises(TargetError, match="cpu-avx2 is no GPU"):
         load_cuda_target("cpu-avx2")
     assert load_cuda_target("h200").memory_bytes > H100.memory_bytes

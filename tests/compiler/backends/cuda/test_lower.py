@@ -12,6 +12,7 @@ from support.graphs import llama_graph, llama_text
 from support.interpret import KINDS, interpret
 
 from pagec.compiler import reference
+from pagec.compiler.backends.cuda.knobs import Chooser
 from pagec.compiler.backends.cuda.lower import Call, Lowering, Settings
 from pagec.compiler.backends.targets import load_cuda_target
 from pagec.compiler.dims import Capacity, row_stride
@@ -32,9 +33,10 @@ class Model:
     def __init__(self, source: Graph) -> None:
         self.source = source
         self.graph = run_passes(self.source, Numbers("f32", "f32"))
-        self.kv = kv_layout(self.graph, "f32", BLOCK)
+        self.kv = kv_layout(self.graph, "f32", BLOCK, "rows")
         target, capacity = load_cuda_target("h100"), Capacity(BUCKET, 4, BUCKET)
-        lowering = Lowering(self.graph, self.source, Settings(target, capacity, MAX_LEN, self.kv, 8))
+        settings = Settings(capacity, MAX_LEN, self.kv, Chooser(target, {}))
+        lowering = Lowering(self.graph, self.source, settings)
         self.calls = [call for node in self.graph.nodes for call in lowering.lower(node, BUCKET)]
         rng = np.random.default_rng(0)
         self.weights = {
@@ -67,6 +69,8 @@ class Model:
         for (name, element), arg in zip(call.kernel.arrays, call.args, strict=True):
             if arg.startswith("scratch:"):
                 arrays[name] = self.scratch[int(arg[8:]) // 4 :].view(KINDS[element])
+            elif arg.startswith("partial:"):
+                arrays[name] = self.memory.setdefault(arg, np.full(1 << 14, np.nan, np.float32))
             else:
                 if arg not in self.memory:
                     self.memory[arg] = self._buffer(arg[6:], counts)
@@ -163,7 +167,7 @@ def expected_logits(source: Graph, weights: dict[str, Any], sequences: list[Any]
 def test_an_op_without_a_kernel_is_named() -> None:
     graph = llama_graph()
     kv = kv_layout(run_passes(graph, Numbers("bf16", "bf16")), "bf16", 16)
-    settings = Settings(load_cuda_target("a100"), Capacity(8, 2, 2), 64, kv, 8)
+    settings = Settings(Capacity(8, 2, 2), 64, kv, Chooser(load_cuda_target("a100"), {}))
     node = Node("take_rows", ("%x", "%i"), ("y",))
     types = {"x": Type("T", (8,), "f32"), "i": Type("R", (), "i32"), "y": Type("R", (8,), "f32")}
     with pytest.raises(CompileError, match="no kernel for op 'take_rows'"):
