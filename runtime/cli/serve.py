@@ -36,9 +36,29 @@ KEY_VARIABLE: Final = "PAGEC_API_KEY"
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Options from a YAML file become defaults: what the command line says wins."""
     if file is not None:
-        known = {parameter.name or "" for parameter in context.command.params} - {"config", "help"}
-        context.default_map = {**(context.default_map or {}), **read_config(file, known)}
+        options = {
+            parameter.name: parameter
+            for parameter in context.command.params
+            if parameter.name and parameter.param_type_name == "option"
+        }
+        found = read_config(file, set(options) - {"config", "help"})
+        for name, value in found.items():
+            found[name] = _checked(context, options[name], value, file)
+        context.default_map = {**(context.default_map or {}), **found}
     return file
+
+
+def _checked(context: typer.Context, option: Any, value: Any, file: Path) -> Any:
+    """The value of an option in the file; one that may be repeated has a list, or a single value."""
+    if value is None:
+        return None
+    if getattr(option, "multiple", False) and not isinstance(value, list):
+        value = [value]
+    try:
+        option.process_value(context, value)
+    except (typer.BadParameter, TypeError, ValueError) as error:
+        raise PagecError(str(error), place=f"{file}: {option.name.replace('_', '-')}") from error
+    return value
 
 
 def read_config(file: Path, known: set[str]) -> dict[str, Any]:
@@ -183,8 +203,16 @@ def command(
 
 def _keys(given: Sequence[str]) -> tuple[str, ...]:
     """The keys of the command line and of the environment, where commas stand between several."""
-    named = os.environ.get(KEY_VARIABLE, "").split(",")
-    keys = tuple(dict.fromkeys(key.strip() for key in (*given, *named) if key.strip()))
+    variable = os.environ.get(KEY_VARIABLE)
+    named = [] if variable is None else [key for key in variable.split(",") if key.strip()]
+    empty = KEY_VARIABLE if variable is not None and not named else "--api-key"
+    if empty == KEY_VARIABLE or not all(key.strip() for key in given):
+        raise PagecError(
+            "a key is empty, with which the server would be open to all",
+            place=empty,
+            remedy="give a key, or leave it out (unset the variable) for a server without keys",
+        )
+    keys = tuple(dict.fromkeys(key.strip() for key in (*given, *named)))
     for key in keys:
         if not key.isascii() or not key.isprintable():
             raise PagecError(

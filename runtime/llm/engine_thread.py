@@ -87,7 +87,8 @@ class EngineThread:
         with self._end_lock:
             self._has_ended = True
         for reader in list(self._readers.values()):
-            self._drop(reader, self._error)
+            with suppress(BaseException):  # an engine that has failed may not be able to abort
+                self._drop(reader, self._error)
         self._readers.clear()
         self._refuse_calls()
         self._engine.close()
@@ -95,7 +96,9 @@ class EngineThread:
     def _refusal(self) -> PagecError:
         if self._error is None:
             return PagecError("the engine has been closed", place="LLM")
-        refusal = PagecError(f"the engine has failed: {self._error!r}", place="LLM", remedy="open another LLM")
+        refusal = PagecError(
+            f"the engine has failed: {self._error!r}", place="LLM", remedy="open another LLM"
+        )
         refusal.__cause__ = self._error
         return refusal
 
@@ -136,7 +139,8 @@ class EngineThread:
 
     def _drop(self, reader: Reader, error: Exception | None) -> None:
         """Whoever waits for a request shall hear of its end, however it came."""
-        with suppress(BaseException):  # an engine that has failed may not be able to
+        try:
             self._engine.abort(reader.request)
-        with suppress(Exception):  # nobody listens any more: an event loop may have been closed
-            reader.give_up(error)
+        finally:
+            with suppress(Exception):  # nobody listens any more: an event loop may have been closed
+                reader.give_up(error)

@@ -8,7 +8,6 @@ All callers share the engine's batches: `generate` in several threads, and `stre
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import numbers
 import queue
@@ -20,13 +19,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import ArtifactError, CapacityError, PagecError, RequestError
 from pagec.runtime.engine import Engine
 from pagec.runtime.llm.answers import Answer, Job, Prompt
 from pagec.runtime.llm.engine_thread import EngineThread
+from pagec.runtime.llm.options import check_claims, check_neutral, engine_options
 from pagec.runtime.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from pagec.runtime.llm.streams import Stream
 from pagec.runtime.models import find_artifact
@@ -35,34 +35,17 @@ from pagec.runtime.sampling.grammar import GrammarCompiler
 from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.text.choice import ChoiceText, bad_word_ids
 from pagec.runtime.text.defaults import TOKENIZER_DIRECTORY
+from pagec.runtime.text.messages import template_messages
 from pagec.runtime.text.tokenizer import ChatTemplate, Message, Tokenizer
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
-
-# vLLM's options by the engine's names, and those that have one meaning only here.
-_OPTIONS: Final = {
-    "max_num_seqs": "max_seqs",
-    "enable_prefix_caching": "prefix_cache",
-    "kv_cache_memory_bytes": "kv_bytes",
-}
-_FIXED: Final[Mapping[str, tuple[object, ...]]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "dtype": ("auto",),
-    "quantization": (None,),
-    "tokenizer": (None,),
-    "enforce_eager": (False, True),
-    "trust_remote_code": (False, True),
-    "disable_log_stats": (False, True),
-}
 
 
 class LLM:
     """A model that answers.
 
     `model`: an artifact, or what `pagec compile` takes (compiled once, in a child process). `weights` and all
-    `options` are the engine's; of vLLM's names those that have a meaning here are taken, too. `seed`:
+    `options` are the engine's; vLLM's names are taken as llm/options.py says. `seed`:
     requests without one get seeds that follow from it. `max_model_len`: the most tokens of a sequence, at
     most what the artifact was compiled for.
 
@@ -78,9 +61,10 @@ class LLM:
         max_model_len: int | None = None,
         **options: Any,
     ) -> None:
-        options = _engine_options(options)
+        options, claims = engine_options(options)
         path, weights = find_artifact(str(model), weights, capture=not sys.stderr.isatty())
         artifact = Artifact.open(path)
+        check_claims(claims, artifact.program)
         longest = artifact.program.max_len
         if max_model_len is not None and not 1 <= max_model_len <= longest:
             raise CapacityError(
@@ -126,6 +110,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """One output for each prompt, in their order.
 
@@ -133,6 +119,7 @@ class LLM:
         for all or one for each. RequestError if one of them is invalid: it names the prompt's number, and
         nothing has run. A fault while it runs ends only its own request, see RequestOutput.error.
         """
+        check_neutral(lora_request=lora_request, priority=priority)
         items = listed(prompts)
         params = one_each(sampling_params or self.get_default_sampling_params(), len(items))
         return self._generate("prompts", list(zip(items, params, strict=True)), self._prompt, use_tqdm)
@@ -147,9 +134,13 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several, as `generate` gives them. `chat_template`: in place of the
-        model's own; `chat_template_kwargs`: what else the template knows."""
+        """Answers to one conversation or several, as `generate` gives them. Messages are OpenAI's, as in a
+        chat with the server. `chat_template`: in place of the model's own; `chat_template_kwargs`: what else
+        the template knows."""
+        check_neutral(continue_final_message=continue_final_message, lora_request=lora_request)
         chats: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = one_each(sampling_params or self.get_default_sampling_params(), len(chats))
         names = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
@@ -157,7 +148,7 @@ class LLM:
 
         def prompt(chat: Sequence[Message]) -> Prompt:
             tokenizer = self.get_tokenizer()
-            text = tokenizer.render_chat(chat, tools=tools, template=template, **names)
+            text = tokenizer.render_chat(template_messages(chat), tools=tools, template=template, **names)
             return Prompt(tokenizer.encode(text, add_special_tokens=False, place="messages"), text)
 
         return self._generate("messages", list(zip(chats, params, strict=True)), prompt, use_tqdm)
@@ -306,22 +297,6 @@ class LLM:
         )
 
 
-def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by the engine's names; PagecError for one that does not exist, or not with this value."""
-    known = inspect.signature(Engine.__init__).parameters
-    options = {}
-    for name, value in given.items():
-        if name in _FIXED:
-            if value not in _FIXED[name]:
-                allowed = " or ".join(map(repr, _FIXED[name]))
-                raise PagecError(f"{value!r} is not supported, only {allowed}", place=name)
-        elif _OPTIONS.get(name, name) in known:
-            options[_OPTIONS.get(name, name)] = value
-        else:
-            raise PagecError("there is no such option", place=name, remedy="leave it out")
-    return options
-
-
 def _template(text: str) -> ChatTemplate:
     try:
         return ChatTemplate(text)
@@ -356,7 +331,8 @@ def naming(name: str, number: int) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        field = "" if error.place in ("prompt", "messages") else f".{error.place}"
+        place = error.place.removeprefix("messages")  # what is left of it begins with [ or is nothing
+        field = f".{place}" if place == error.place != "prompt" else place.removeprefix("prompt")
         raise RequestError(error.message, place=f"{name}[{number}]{field}", remedy=error.remedy) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NoReturn
 
 from pagec.compiler.errors import RequestError
@@ -55,6 +55,12 @@ def items(field: str, value: object, expected: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def at_most(field: str, value: object, most: int) -> None:
+    """No more than `most` tokens in a list or a map; looks at none of them."""
+    if isinstance(value, Sized) and not isinstance(value, str | bytes) and len(value) > most:
+        bad(field, f"{len(value)} tokens", f"at most {most}")
+
+
 def texts(field: str, value: object, expected: str) -> tuple[str, ...]:
     """One text or several, none of them empty."""
     texts = (value,) if isinstance(value, str) else items(field, value, expected)
@@ -64,8 +70,11 @@ def texts(field: str, value: object, expected: str) -> tuple[str, ...]:
     return texts
 
 
-def token_ids(field: str, value: object) -> tuple[int, ...]:
-    """A list of token ids; their upper limit is the model's."""
+def token_ids(field: str, value: object, most: int) -> tuple[int, ...]:
+    """A list of at most `most` token ids; their upper limit is the model's."""
     expected = "a list of token ids"
+    at_most(field, value, most)
     ids = items(field, value, expected)
+    if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:  # a long list is checked fast
+        return ids
     return tuple(whole(f"{field}[{i}]", token, 0, None, "a token id") for i, token in enumerate(ids))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from pagec.compiler.sampling import MAX_BIASES
@@ -14,6 +15,8 @@ from pagec.runtime.sampling import checks
 MAX_TOP_LOGPROBS: Final = 20
 MAX_BIAS: Final = 100.0
 MAX_PENALTY: Final = 2.0
+# More than any vocabulary has: who names so many tokens names some twice.
+MAX_ALLOWED_TOKENS: Final = 1 << 19
 REPETITION_RANGE: Final = (0.01, 100.0)
 # Gets the output so far and one row of logits (float32, a copy of its own), and gives what to sample from.
 LogitsProcessor = Callable[[list[int], Any], Any]
@@ -71,7 +74,7 @@ class SamplingParams:
     min_p               tokens of at least this share of the likeliest one's probability
     repetition_penalty  divides logits above 0 of tokens seen in prompt or output, multiplies others
     presence_penalty    is taken off the logits of tokens in the output, frequency_penalty once for each time
-    logit_bias          token id -> what is added to its logit, -100 to 100
+    logit_bias          token id -> what is added to its logit, -100 to 100; ids may be texts, as in JSON
     allowed_token_ids   no other token may come; bad_words: texts that may not
     seed                the same seed gives the same text; None: one is drawn, and reported
     stop                texts that end the output, stop_token_ids tokens that do
@@ -84,6 +87,8 @@ class SamplingParams:
     logits_processors   functions (output token ids, logits) -> logits, in this process only
     structured_outputs  see StructuredOutputsParams
     skip_special_tokens, detokenize   what becomes of tokens in the text
+
+    Parameters cannot be set afterwards: `clone(**changes)` makes others of them.
 
     Masks, biases, penalties, temperature, min_p, top_k and top_p apply in this order. RequestError for a
     value of the wrong type or out of range; what depends on the model is checked by `check`.
@@ -137,9 +142,9 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         low, high = REPETITION_RANGE
-        largest = 3.0e38  # of float32
+        largest = 3e38  # of float32
         for name, least, most, expected in (
-            ("temperature", 0.0, largest, "a finite number of at least 0"),
+            ("temperature", 0.0, largest, f"a finite number of at least 0 and at most {largest:g}"),
             ("min_p", 0.0, 1.0, "a number from 0 to 1"),
             ("top_p", math.ulp(0.0), 1.0, "a number above 0 and at most 1"),
             ("repetition_penalty", low, high, f"a number from {low:g} to {high:g}"),
@@ -172,26 +177,37 @@ class SamplingParams:
         self._set(
             "bad_words", checks.texts("bad_words", self.bad_words, "a list of texts, none of them empty")
         )
-        self._set("stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
+        ids = checks.token_ids("stop_token_ids", self.stop_token_ids, MAX_BIASES // 8)
+        self._set("stop_token_ids", ids)
         if self.allowed_token_ids is not None:
-            ids = checks.token_ids("allowed_token_ids", self.allowed_token_ids)
+            ids = checks.token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
             if not ids:
                 checks.bad("allowed_token_ids", self.allowed_token_ids, "a list of at least one token id")
-            self._set("allowed_token_ids", ids)
-        bias = self.logit_bias if self.logit_bias is not None else {}
-        if not isinstance(bias, Mapping):
-            checks.bad("logit_bias", bias, "a map of token ids to numbers")
-        checked = {}
-        for token, value in bias.items():
-            key = checks.whole("logit_bias", token, 0, None, "a token id")
-            expected = "a number from -100 to 100"
-            checked[key] = checks.number(f"logit_bias[{key}]", value, -MAX_BIAS, MAX_BIAS, expected)
-        self._set("logit_bias", checked)
+            self._set("allowed_token_ids", tuple(dict.fromkeys(ids)))
+        self._check_bias()
         processors = checks.items("logits_processors", self.logits_processors, "a list of functions")
         for processor in processors:
             if not callable(processor):
                 checks.bad("logits_processors", processor, "a function")
         self._set("logits_processors", processors)
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias if self.logit_bias is not None else {}
+        if not isinstance(bias, Mapping):
+            checks.bad("logit_bias", bias, "a map of token ids to numbers")
+        checks.at_most("logit_bias", bias, MAX_BIASES // 2)
+        checked: dict[int, float] = {}
+        for token, value in bias.items():
+            key = _bias_key(token)
+            if key in checked:
+                checks.bad("logit_bias", token, "the only key of its token")
+            expected = "a number from -100 to 100"
+            checked[key] = checks.number(f"logit_bias[{key}]", value, -MAX_BIAS, MAX_BIAS, expected)
+        self._set("logit_bias", checked)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy, with changes; parameters themselves never change."""
+        return replace(self, **changes)
 
     def check(self, *, vocab: int, max_choices: int) -> None:
         """RequestError for what a model of `vocab` tokens cannot do, or an engine that runs at most
@@ -202,9 +218,6 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 if token >= vocab:
                     checks.bad(name, token, f"a token id from 0 to {vocab - 1}")
-        for name, most in (("logit_bias", MAX_BIASES // 2), ("stop_token_ids", MAX_BIASES // 8)):
-            if len(getattr(self, name)) > most:
-                checks.bad(name, f"{len(getattr(self, name))} tokens", f"at most {most}")
 
     @property
     def is_greedy(self) -> bool:
@@ -244,3 +257,10 @@ class SamplingParams:
             or bool(self.logits_processors)
             or self.structured_outputs is not None
         )
+
+
+def _bias_key(key: object) -> int:
+    """A token id, or its text as JSON's maps have it: digits as they are written plainly."""
+    if isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]{0,18}", key):
+        return int(key)
+    return checks.whole("logit_bias", key, 0, None, "a token id")

@@ -16,7 +16,13 @@ from starlette.types import ASGIApp
 from pagec.compiler.errors import PagecError, RequestError
 from pagec.runtime.server.guard import Guard
 from pagec.runtime.server.metrics import Metrics
-from pagec.runtime.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pagec.runtime.server.openai.bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from pagec.runtime.server.openai.calls import check_model, encode, encode_chat
 from pagec.runtime.server.openai.chats import chat
 from pagec.runtime.server.openai.completions import complete
@@ -37,6 +43,12 @@ PAGE_HEADERS: Final = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
+}
+BODIES: Final[Mapping[str, type[Body]]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
 }
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -103,10 +115,11 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", place="prompt")
         if body.prompt is not None:
-            ids = await encode(service, body.prompt)
+            ids = await encode(service, body.prompt, must_fit=False)
         else:
             tools = check_tools(body.tools)
-            ids = await encode_chat(service, body.messages or [], tools, body.chat_template_kwargs)
+            names = body.chat_template_kwargs
+            ids = await encode_chat(service, body.messages or [], tools, names, must_fit=False)
         return json_response({"count": len(ids), "max_model_len": engine.max_len, "tokens": ids})
 
     @app.post("/detokenize")
@@ -178,15 +191,13 @@ def _file(data: bytes, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]
 
 
 def _add_failures(app: FastAPI) -> None:
-    known = {name for body in (CompletionBody, ChatBody, TokenizeBody) for name in body.model_fields}
-
     @app.exception_handler(PagecError)
     async def pagec_error(_request: Request, error: PagecError) -> Response:
         return failure_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        return invalid_response(error, known)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return invalid_response(error, BODIES.get(request.url.path))
 
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> Response:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagec.runtime.server.openai.failures import failure, json_response
 
-BEARER: Final = "Bearer "
+BEARER: Final = b"bearer"
 
 
 class Guard:
@@ -46,9 +46,9 @@ class Guard:
 
     def _allows(self, authorization: bytes) -> bool:
         """Takes the same time for every key, and looks at all of them."""
-        given = authorization.removeprefix(BEARER.encode())
-        results = [hmac.compare_digest(given, key) for key in self._keys]
-        return not self._keys or any(results)
+        scheme, _, given = authorization.partition(b" ")
+        results = [hmac.compare_digest(given.lstrip(b" "), key) for key in self._keys]
+        return not self._keys or (scheme.lower() == BEARER and any(results))
 
     def _too_large(self, size: int) -> dict[str, dict[str, object]]:
         return failure(413, f"a body of {size} bytes is larger than {self._max_body_bytes}")

@@ -86,7 +86,7 @@ class Service:
         self.info = info
         self.limits = limits or RequestLimits()
         self._client = client
-        self._most_open = info.engine.max_rows + max_queue
+        self.most_open = info.engine.max_rows + max_queue
         self._observers = tuple(observers)
         self._open: dict[str, Generation] = {}
         self._num_open = 0  # sequences
@@ -160,7 +160,7 @@ class Service:
 
     def _admit(self) -> None:
         self.check_ready()
-        if self._num_open >= self._most_open:
+        if self._num_open >= self.most_open:
             waiting = self._num_open - self.info.engine.max_rows + 1
             turns = math.ceil(waiting / self.info.engine.max_rows)
             seconds = min(max(math.ceil(self._mean_s * turns), 1), MAX_RETRY_S)

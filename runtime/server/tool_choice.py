@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from pagec.compiler.errors import RequestError
+from pagec.runtime.sampling import checks
 from pagec.runtime.sampling.params import StructuredOutputsParams
 from pagec.runtime.server.tools import ToolFormat
 
@@ -61,20 +61,8 @@ def check_tools(tools: object, tool_choice: object = None) -> ToolChoice:
     name = _named_function(tool_choice)
     named = tuple(tool for tool in found if tool.name == name)
     if not named:
-        _bad("tool_choice.function.name", name, "the name of one of the tools")
+        checks.bad("tool_choice.function.name", name, "the name of one of the tools")
     return ToolChoice(named, must=True)
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates want them: the arguments of earlier calls as objects, not as JSON texts, and
-    beside calls an empty content instead of none. RequestError names the message."""
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _bad(place: str, value: object, expected: str) -> NoReturn:
-    text = repr(value)
-    text = text if len(text) <= 80 else f"{text[:77]}..."
-    raise RequestError(f"{text} is not {expected}", place=place)
 
 
 # --------------------------------------------------------------------------------------- tools
@@ -84,38 +72,38 @@ def _check_list(tools: object) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if isinstance(tools, str | bytes) or not isinstance(tools, Sequence):
-        _bad("tools", tools, "a list of tools")
+        checks.bad("tools", tools, "a list of tools")
     if len(tools) > MAX_TOOLS:
-        _bad("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS}")
+        checks.bad("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS}")
     found = tuple(_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     names: set[str] = set()
     for i, tool in enumerate(found):
         if tool.name in names:
-            _bad(f"tools[{i}].function.name", tool.name, "the only tool of this name")
+            checks.bad(f"tools[{i}].function.name", tool.name, "the only tool of this name")
         names.add(tool.name)
     return found
 
 
 def _check_tool(tool: object, place: str) -> Tool:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        _bad(place, tool, 'a tool of type "function"')
+        checks.bad(place, tool, 'a tool of type "function"')
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        _bad(f"{place}.function", function, "a function")
+        checks.bad(f"{place}.function", function, "a function")
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        _bad(f"{place}.function.name", name, "a name of 1 to 64 letters, digits, _ or -")
+        checks.bad(f"{place}.function.name", name, "a name of 1 to 64 letters, digits, _ or -")
     for key, kind, expected in (("description", str, "a text"), ("strict", bool, "true or false")):
         value = function.get(key)
         if value is not None and not isinstance(value, kind):
-            _bad(f"{place}.function.{key}", value, expected)
+            checks.bad(f"{place}.function.{key}", value, expected)
     parameters = function.get("parameters")
     if parameters is None:
-        parameters = {"type": "object", "properties": {}}
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        _bad(f"{place}.function.parameters", parameters, "a JSON schema of an object")
+        checks.bad(f"{place}.function.parameters", parameters, "a JSON schema of an object")
     if _is_deeper(parameters, MAX_DEPTH):
-        _bad(f"{place}.function.parameters", parameters, f"a schema of at most {MAX_DEPTH} levels")
+        checks.bad(f"{place}.function.parameters", parameters, f"a schema of at most {MAX_DEPTH} levels")
     return Tool(name, parameters, tool)
 
 
@@ -132,7 +120,7 @@ def _is_deeper(value: object, levels: int) -> bool:
 
 def _chosen_by_word(tools: tuple[Tool, ...], word: str) -> ToolChoice:
     if word not in ("none", "auto", "required"):
-        _bad("tool_choice", word, '"none", "auto", "required" or a function')
+        checks.bad("tool_choice", word, '"none", "auto", "required" or a function')
     if word == "none":
         return ToolChoice()
     if word == "required" and not tools:
@@ -144,7 +132,7 @@ def _named_function(choice: object) -> str:
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(choice, Mapping) or choice.get("type") != "function" or not isinstance(name, str):
-        _bad(
+        checks.bad(
             "tool_choice", choice, '"none", "auto", "required" or {"type": "function", "function": {"name"}}'
         )
     return name
@@ -178,33 +166,3 @@ def _move_references(schema: Any, place: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------ messages
-
-
-def _template_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    found = dict(message)
-    calls = found.get("tool_calls")
-    if calls is None:
-        found.pop("tool_calls", None)
-        return found
-    if isinstance(calls, str | bytes) or not isinstance(calls, Sequence):
-        _bad(f"{place}.tool_calls", calls, "a list of calls")
-    found["tool_calls"] = [_template_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    if found.get("content") is None:
-        found["content"] = ""
-    return found
-
-
-def _template_call(call: object, place: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        _bad(place, call, "a call of a function")
-    if not isinstance(function.get("name"), str):
-        _bad(f"{place}.function.name", function.get("name"), "a name")
-    arguments = function.get("arguments")
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, Mapping):
-        _bad(f"{place}.function.arguments", arguments, "a JSON object as text")
-    return {**call, "function": {**function, "arguments": parsed}}

@@ -11,7 +11,7 @@ passed over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pagec.compiler.errors import RequestError
@@ -49,12 +49,14 @@ class ChoiceText:
         self.offsets: list[int] = []
         self.stop_reason: str | None = None
         self._stops = tuple(params.stop or ())
+        self._prefixes = tuple(_Prefix(stop) for stop in self._stops)
         self._params = params
         self._ends = frozenset(params.stop_token_ids or ())
         if tokenizer is not None and not params.ignore_eos:
             self._ends |= tokenizer.defaults.eos_token_ids
         self._text = ""
         self._num_given = 0  # characters that have been passed on
+        self._num_matched = 0  # characters that the prefixes have seen
         self._num_searched = 0  # no stop ends within so many characters, or it does not count
 
         self._detokenizer: Detokenizer | None = None
@@ -117,11 +119,43 @@ class ChoiceText:
 
     def _num_held(self) -> int:
         """The length of the longest end of the text that a stop begins with, but is not whole."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            if any(len(stop) > length and stop.startswith(self._text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        new = self._text[self._num_matched :]
+        self._num_matched = len(self._text)
+        return max((prefix.add(new) for prefix in self._prefixes), default=0)
+
+
+class _Prefix:
+    """How much of a stop a growing text ends with, less than all of it (Knuth, Morris and Pratt): the work
+    for new characters does not grow with the stop."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = _borders(stop)
+        self._length = 0
+
+    def add(self, new: str) -> int:
+        """Reads more of the text; the length of the longest beginning of the stop at its end."""
+        stop, borders, length = self._stop, self._borders, self._length
+        for character in new:
+            while length and stop[length] != character:
+                length = borders[length - 1]
+            length += stop[length] == character
+            if length == len(stop):
+                length = borders[-1]
+        self._length = length
+        return length
+
+
+@lru_cache(maxsize=256)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each beginning of a text: the length of the longest shorter beginning that also ends it."""
+    borders, length = [0], 0
+    for character in text[1:]:
+        while length and text[length] != character:
+            length = borders[length - 1]
+        length += text[length] == character
+        borders.append(length)
+    return tuple(borders)
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:

@@ -87,12 +87,42 @@ class Tokenizer:
         own = {"bos_token": self.defaults.bos_token, "eos_token": self.defaults.eos_token, "tools": tools}
         return template.render(messages, **{**names, **own})
 
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **names: Any,
+    ) -> str | list[int]:
+        """A conversation's ids or its text, with the name and the defaults that Hugging Face gives this."""
+        template = ChatTemplate(chat_template) if chat_template is not None else None
+        names["add_generation_prompt"] = add_generation_prompt
+        text = self.render_chat(messages, tools=tools, template=template, **names)
+        return self._encode(text, place="messages", add_special_tokens=False) if tokenize else text
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, if there is one."""
+        return self.defaults.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text: of several the one that the checkpoint calls so."""
+        ids = self.defaults.eos_token_ids
+        named = self._backend.token_to_id(self.defaults.eos_token)
+        return named if named in ids else min(ids, default=None)
+
     def _encode(self, text: str, *, place: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can carry
             raise RequestError(f"character {error.start} is no Unicode character", place=place) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # encode_batch lets other threads run meanwhile.
+        (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -11,8 +11,9 @@ from pagec.runtime.sampling.params import SamplingParams, StructuredOutputsParam
 from pagec.runtime.sampling.sampler import Logprob, TokenLogprobs
 from pagec.runtime.server.generation import Call, Generation, Update
 from pagec.runtime.server.grpc import pagec_v1_pb2 as pb
-from pagec.runtime.server.openai.calls import chat_messages, encode
+from pagec.runtime.server.openai.calls import encode, encode_chat
 from pagec.runtime.server.service import Service
+from pagec.runtime.server.tool_choice import check_tools
 from pagec.runtime.text.pieces import TokenTexts
 from pagec.runtime.text.tokenizer import Tokenizer
 
@@ -48,7 +49,7 @@ async def prompt_ids(request: pb.GenerateRequest | pb.TokenizeRequest, service: 
         return list(request.token_ids.ids)
     if kind == "chat":
         messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-        return service.tokenizer.encode_chat(chat_messages(messages))
+        return await encode_chat(service, messages, check_tools(None), {})
     raise RequestError("is missing", place="prompt", remedy="give one of its kinds")
 
 

@@ -15,7 +15,9 @@ from pagec.runtime.server.generation import Call
 from pagec.runtime.server.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from pagec.runtime.server.openai.failures import NotFoundError
 from pagec.runtime.server.service import Service, ServiceInfo
-from pagec.runtime.server.tool_choice import ToolChoice, template_messages
+from pagec.runtime.server.tool_choice import ToolChoice
+from pagec.runtime.text.messages import template_messages
+from pagec.runtime.text.tokenizer import Tokenizer
 
 # Texts of more characters are tokenized in a thread of their own.
 LONG_TEXT: Final = 20_000
@@ -100,18 +102,6 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**both) if both else None
 
 
-def logit_bias(value: object) -> dict[int, Any] | None:
-    """JSON's keys are texts."""
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise RequestError("is not a map of token ids to numbers", place="logit_bias")
-    try:
-        return {int(token): bias for token, bias in value.items()}
-    except ValueError as error:
-        raise RequestError(f"a key is no token id: {error}", place="logit_bias") from error
-
-
 # ------------------------------------------------------------------------------ completions
 
 
@@ -125,13 +115,20 @@ async def completion_calls(service: Service, body: CompletionBody) -> list[Call]
         "max_tokens": body.max_tokens,
         "logprobs": body.logprobs,
         "echo": body.echo,
-        "logit_bias": logit_bias(body.logit_bias),
+        "logit_bias": body.logit_bias,
     }
-    calls = []
+    calls: list[Call] = []
     for prompt in _prompts(body.prompt, service.limits.max_prompts):
         text = prompt if isinstance(prompt, str) else None
-        ids = await encode(service, prompt) if isinstance(prompt, str) else prompt
+        place = f"prompt[{len(calls)}]" if isinstance(body.prompt, list) else "prompt"
+        ids = await encode(service, prompt, place=place) if isinstance(prompt, str) else prompt
         calls.append(make_call(body, ids, text, **own))
+    if (len(calls) - 1) * calls[0].width >= service.most_open:
+        raise RequestError(
+            f"{len(calls)} prompts are more than the queue ever holds, {service.most_open} sequences",
+            place="prompt",
+            remedy="send them in several requests",
+        )
     return calls
 
 
@@ -155,20 +152,49 @@ def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-async def encode(service: Service, text: str) -> list[int]:
-    """A text's token ids; the event loop does not wait for a long one."""
+@functools.lru_cache(maxsize=4)
+def longest_token(tokenizer: Tokenizer, vocab: int) -> int:
+    """The characters of the longest piece, of which byte-level BPE has one for every byte: no text of more
+    characters is one token."""
+    return max(len(tokenizer.piece(token)) for token in range(vocab))
+
+
+def check_length(service: Service, text: str, place: str, *, must_fit: bool) -> None:
+    """RequestError for a text that is too long to be tokenized at all; `must_fit`: also for one that, as its
+    length alone shows, has more tokens than the model takes."""
+    if not must_fit:
+        service.limits.check_text(text, place)
+        return
+    engine = service.info.engine
+    longest = longest_token(service.tokenizer, engine.vocab)
+    service.limits.check_prompt(text, place, engine.max_len, longest)
+
+
+async def encode(service: Service, text: str, *, must_fit: bool = True, place: str = "prompt") -> list[int]:
+    """A text's token ids; the event loop does not wait for a long one. RequestError: see check_length."""
+    check_length(service, text, place, must_fit=must_fit)
     if len(text) < LONG_TEXT:
         return service.tokenizer.encode(text)
     return await asyncio.to_thread(service.tokenizer.encode, text)
 
 
 async def encode_chat(
-    service: Service, messages: Sequence[Mapping[str, Any]], choice: ToolChoice, names: Mapping[str, Any]
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    names: Mapping[str, Any],
+    *,
+    must_fit: bool = True,
 ) -> list[int]:
     """A conversation's token ids, likewise; `names`: what else the template is told."""
     check_template_names(names)
-    found = template_messages(chat_messages(messages))
-    work = functools.partial(service.tokenizer.encode_chat, found, tools=choice.for_template(), **names)
+    found = template_messages(messages)
+
+    def work() -> list[int]:
+        text = service.tokenizer.render_chat(found, tools=choice.for_template(), **names)
+        check_length(service, text, "messages", must_fit=must_fit)
+        return service.tokenizer.encode(text, add_special_tokens=False, place="messages")
+
     if sum(len(message.get("content") or "") for message in found) < LONG_TEXT:
         return work()
     return await asyncio.to_thread(work)
@@ -194,7 +220,7 @@ def chat_params(body: ChatBody) -> dict[str, Any]:
     return {
         "max_tokens": most,
         "logprobs": top if body.logprobs else None,
-        "logit_bias": logit_bias(body.logit_bias),
+        "logit_bias": body.logit_bias,
     }
 
 
@@ -218,42 +244,11 @@ def response_format(value: object) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=schema)
 
 
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-
-
-def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with parts of text joined; RequestError names the message that is wrong."""
-    found = []
-    for i, message in enumerate(messages):
-        place = f"messages[{i}]"
-        if message.get("role") not in _ROLES:
-            raise RequestError(f"is none of {', '.join(_ROLES)}", place=f"{place}.role")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = _joined(content, f"{place}.content")
-        elif content is None and message["role"] != "assistant":
-            raise RequestError("is missing", place=f"{place}.content")
-        elif content is not None and not isinstance(content, str):
-            raise RequestError("is neither a text nor a list of parts", place=f"{place}.content")
-        role = "system" if message["role"] == "developer" else message["role"]
-        found.append({**message, "role": role, "content": content})
-    return found
-
-
-def _joined(parts: Sequence[Any], place: str) -> str:
-    texts = []
-    for i, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise RequestError(f"a part of type {kind!r} is not supported", place=f"{place}[{i}]")
-        if not isinstance(part.get("text"), str):
-            raise RequestError("is not a text", place=f"{place}[{i}].text")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 def check_template_names(names: Mapping[str, Any]) -> None:
-    """RequestError for what the template gets otherwise."""
+    """RequestError for what the template gets otherwise, and for what no template can be told."""
     for name in ("messages", "tools"):
         if name in names:
             raise RequestError(f"{name!r} has a field of its own", place="chat_template_kwargs")
+    for name in ("self", "template"):  # arguments of those who render it
+        if name in names:
+            raise RequestError(f"{name!r} is no name for a template", place="chat_template_kwargs")

@@ -23,6 +23,7 @@ from pagec.runtime.server.openai.calls import (
     structured_outputs,
 )
 from pagec.runtime.server.openai.failures import json_response
+from pagec.runtime.server.openai.naming import named_as_sent
 from pagec.runtime.server.openai.sending import DONE, EventStream, start_all
 from pagec.runtime.server.service import Service, new_id
 from pagec.runtime.server.tool_choice import ToolChoice, check_tools
@@ -55,11 +56,12 @@ class Chat:
 async def chat(service: Service, body: ChatBody, tool_format: str | None) -> Response:
     """The answer to a chat: whole, or a stream that has begun."""
     model = check_model(service.info, body.model)
-    asked = await prepare(service, body, tool_format)
     id = f"chatcmpl-{new_id()}"
     headers = {"x-request-id": id}
     async with AsyncExitStack() as stack:
-        (generation,) = await start_all(service, [asked.call], id, stack)
+        with named_as_sent(body):
+            asked = await prepare(service, body, tool_format)
+            (generation,) = await start_all(service, [asked.call], id, stack)
         writer = _Writer(service.texts, body, asked)
         if body.stream:
             head = answers.head(id, "chat.completion.chunk", model)

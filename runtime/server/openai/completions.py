@@ -15,6 +15,7 @@ from pagec.runtime.server.openai import answers
 from pagec.runtime.server.openai.bodies import CompletionBody
 from pagec.runtime.server.openai.calls import check_model, completion_calls
 from pagec.runtime.server.openai.failures import json_response
+from pagec.runtime.server.openai.naming import named_as_sent
 from pagec.runtime.server.openai.sending import DONE, EventStream, merged, start_all
 from pagec.runtime.server.service import Service, new_id
 from pagec.runtime.text.choice import ChoiceText
@@ -23,11 +24,12 @@ from pagec.runtime.text.choice import ChoiceText
 async def complete(service: Service, body: CompletionBody) -> Response:
     """The answer to a completion: whole, or a stream that has begun."""
     model = check_model(service.info, body.model)
-    calls = await completion_calls(service, body)
     id = f"cmpl-{new_id()}"
     headers = {"x-request-id": id}
     async with AsyncExitStack() as stack:
-        generations = await start_all(service, calls, id, stack)
+        with named_as_sent(body):
+            calls = await completion_calls(service, body)
+            generations = await start_all(service, calls, id, stack)
         writer = _Writer(service, body, generations)
         head = answers.head(id, "text_completion", model)
         if body.stream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 
 from pagec.compiler.errors import PagecError, RequestError
 from pagec.runtime.server.errors import Draining, EngineDead, Overloaded
+from pagec.runtime.server.openai.bodies import Body, StreamOptions
 
 _TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
@@ -68,13 +69,14 @@ def failure_response(error: PagecError) -> Response:
     return json_response(describe(error), status_of(error)[0], headers)
 
 
-def invalid_response(error: RequestValidationError, known: Iterable[str]) -> Response:
-    """A body that is not what it should be; of several mistakes the first one. `known`: all names of fields,
-    to find what was meant."""
+def invalid_response(error: RequestValidationError, body: type[Body] | None) -> Response:
+    """A body that is not what it should be; of several mistakes the first one. `body`: what was expected, to
+    find which of its fields was meant."""
     first: Mapping[str, Any] = error.errors()[0]
     place = _place(first["loc"])
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=3)
+        known = StreamOptions if "stream_options" in first["loc"][:-1] else body
+        near = difflib.get_close_matches(str(first["loc"][-1]), known.model_fields if known else (), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return json_response(failure(400, f"{place}: is not a known field{hint}", param=place), 400)
     if first["type"] == "json_invalid":

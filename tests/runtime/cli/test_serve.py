@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,11 @@ from pagec.compiler.errors import PagecError
 from pagec.runtime.cli.serve import read_config
 
 
-def refused(*words: str | Path) -> str:
+def refused(*words: str | Path, env: Mapping[str, str] | None = None) -> str:
     """What is said on stderr, in one line."""
     command = [sys.executable, "-m", "pagec.runtime.cli", "serve", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    env = {**os.environ, **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return " ".join(done.stderr.split())
@@ -43,6 +46,43 @@ def test_an_unknown_option_in_a_file(byte_artifact: Path, tmp_path: Path) -> Non
     said = refused(byte_artifact, "--config", file)
     assert "max-que is no option of serve" in said
     assert "did you mean max_queue" in said
+
+
+def test_a_single_value_of_an_option_that_may_be_repeated(byte_artifact: Path, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("api-key: secret\nserved-model-name: mine\n")
+    with RunningServer(byte_artifact, "--config", str(file)) as server:
+        assert server.request("GET", "/v1/models")[0] == 401
+        headers = {"authorization": "Bearer secret"}
+        _, models, _ = server.request("GET", "/v1/models", headers=headers)
+        assert [model["id"] for model in models["data"]] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port: x", "port: Input should be a valid integer"),
+        ("max-queue: -1", "max-queue: Input should be greater than or equal to 0"),
+        ("model: other", "model is no option of serve"),
+        ("api-key: ''", "a key is empty"),
+        ("api-key: ['']", "a key is empty"),
+        ("api-key: [good, '']", "a key is empty"),
+    ],
+)
+def test_values_in_a_file_that_are_wrong(byte_artifact: Path, tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text + "\n")
+    said = refused(byte_artifact, "--config", file)
+    assert words in said
+    if "empty" not in words:
+        assert "serve.yaml" in said
+
+
+def test_an_empty_key_does_not_open_the_server(byte_artifact: Path) -> None:
+    assert "--api-key: a key is empty" in refused(byte_artifact, "--api-key", "")
+    for value in ("", " ", ","):
+        said = refused(byte_artifact, "--api-key", "good", env={"PAGEC_API_KEY": value})
+        assert "PAGEC_API_KEY: a key is empty" in said
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.small import small_artifact
 
+from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import CapacityError, CompileError, PagecError, RequestError
 from pagec.runtime import (
     LLM,
@@ -291,7 +292,7 @@ def test_a_processor_that_would_end_the_process_ends_its_own_request_only(
 ) -> None:
     expected = tokens(llm.generate(PROMPTS[:1], GREEDY))
 
-    def ending(output: list[int], row: Any) -> Any:
+    def ending(*_: Any) -> Any:
         raise end
 
     bad = SamplingParams(max_tokens=4, logits_processors=[ending])
@@ -349,12 +350,29 @@ def test_as_many_parameters_as_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tensor_parallel_size", 2), ("dtype", "float16"), ("colour", 1)]
+    ("name", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", True),
+        ("dtype", "float16"),
+        ("block_size", 7),
+        ("colour", 1),
+        ("revision", "main"),
+        ("tokenizer_mode", "slow"),
+        ("load_format", "dummy"),
+        ("task", "embed"),
+        ("enable_chunked_prefill", False),
+        ("gpu_memory_utilization", "all"),
+        ("swap_space", -1),
+        ("enable_lora", True),
+        ("max_num_batched_tokens", 0),
+    ],
 )
 def test_options_that_do_not_exist(path: Path, name: str, value: object) -> None:
     with pytest.raises(PagecError) as refused:
         LLM(path, **{name: value})
     assert refused.value.place == name
+    assert refused.value.remedy or name == "max_num_batched_tokens"
 
 
 def test_vllms_options_have_their_meaning(path: Path) -> None:
@@ -364,6 +382,46 @@ def test_vllms_options_have_their_meaning(path: Path) -> None:
         assert llm.engine.scheduler.limits.max_rows == 3
         llm.generate([5] * 64, GREEDY)
         assert llm.generate([5] * 64, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_vllms_options_that_change_nothing_are_taken(path: Path) -> None:
+    kv = Artifact.open(path).program.kv
+    with LLM(
+        path,
+        threads=1,
+        num_blocks=50,
+        gpu_memory_utilization=0.9,
+        swap_space=4,
+        enforce_eager=True,
+        revision=None,
+        quantization=None,
+        tokenizer_mode="auto",
+        load_format="auto",
+        task="generate",
+        runner="auto",
+        max_num_batched_tokens=32,
+        max_num_seqs=None,
+        enable_chunked_prefill=True,
+        block_size=kv.block_size,
+        dtype={"f32": "float32", "bf16": "bfloat16"}[kv.dtype],
+    ) as llm:
+        assert llm.engine.scheduler.limits.prefill_chunk == 32
+        output = llm.generate(PROMPTS[0], GREEDY, lora_request=None, priority=[0])[0]
+        assert len(output.outputs[0].token_ids) == 12
+
+
+def test_what_a_call_cannot_do_is_named(llm: LLM) -> None:
+    calls: list[tuple[str, Callable[..., Any], Any]] = [
+        ("lora_request", llm.generate, "adapter"),
+        ("priority", llm.generate, [1]),
+        ("lora_request", llm.chat, "adapter"),
+        ("continue_final_message", llm.chat, True),
+    ]
+    for name, call, value in calls:
+        with pytest.raises(RequestError, match="not supported") as refused:
+            call(PROMPTS[:1], GREEDY, **{name: value})
+        assert refused.value.place == name
+        assert refused.value.remedy
 
 
 def test_a_model_that_cannot_be_compiled(tmp_path: Path) -> None:

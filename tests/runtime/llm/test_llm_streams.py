@@ -257,7 +257,7 @@ def test_an_engine_that_fails_keeps_nobody_waiting(path: Path) -> None:
         output = llm.generate(PROMPTS[0], GREEDY)[0]
         assert isinstance(output.error, OSError)
         assert output.outputs[0].finish_reason == "error"
-        with pytest.raises(PagecError, match="failed.*defect"):
+        with pytest.raises(PagecError, match=r"failed.*defect"):
             llm.generate(PROMPTS[0], GREEDY)
 
 

@@ -172,6 +172,55 @@ def test_a_chat_is_its_template_filled_in(llm: LLM) -> None:
     assert [output.outputs[0].text for output in single] == [outputs[0].outputs[0].text]
 
 
+def test_a_chat_takes_openais_messages_as_the_server_does(llm: LLM) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat: list[dict[str, Any]] = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a + 1 }}{% endfor %};{% endfor %}"
+    )
+    output = llm.chat(chat, SamplingParams(max_tokens=1), chat_template=template)[0]
+    assert output.prompt == "system:Be brief.;assistant:2;tool:2;"
+    assert chat[1]["tool_calls"] == [call]
+
+
+def test_a_message_that_is_wrong_is_named(llm: LLM) -> None:
+    function = {"name": "f", "arguments": "[1"}
+    wrong: list[tuple[Any, str]] = [
+        ({"role": "nobody", "content": "a"}, ".role"),
+        ({"role": "user"}, ".content"),
+        ({"role": "user", "content": 5}, ".content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, ".content[0]"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, ".content[0].text"),
+        ({"role": "assistant", "tool_calls": "f"}, ".tool_calls"),
+        ({"role": "assistant", "tool_calls": [5]}, ".tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"function": function}]}, ".tool_calls[0].function.arguments"),
+        ("Hi", ""),
+    ]
+    for message, place in wrong:
+        with pytest.raises(RequestError) as refused:
+            llm.chat([CHAT, [*CHAT, message]])
+        assert refused.value.place == f"messages[1][1]{place}"
+
+
+def test_the_tokenizer_has_hugging_faces_names(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=True) == tokenizer.encode_chat(CHAT)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert text == tokenizer.render_chat(CHAT, add_generation_prompt=False)
+    assert text != tokenizer.render_chat(CHAT)
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False, chat_template="{{ x }}", x="y") == "y"
+    assert tokenizer.eos_token_id in tokenizer.defaults.eos_token_ids
+    assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
+
+
 def test_another_template(llm: LLM) -> None:
     template = "{{ messages[0].content }}{{ tools[0].name }}{{ mood }}{{ '!' if add_generation_prompt }}"
     output = llm.chat(

@@ -15,9 +15,16 @@ from pagec.runtime.sampling.params import SamplingParams, StructuredOutputsParam
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400
 
+# Texts that int() takes, and that name no token.
+KEYS: list[Any] = ["1_0", " 5 ", "5\n", "05", "+5", "-1", "\u0665", "", "5.0", "9" * 5000]
+
 # Field, values that are refused, and the range that the message states.
 BAD: list[tuple[str, list[Any], str]] = [
-    ("temperature", [-0.1, NAN, INF, -INF, HUGE, "1", None, True, 1j], "a finite number of at least 0"),
+    (
+        "temperature",
+        [-0.1, NAN, INF, -INF, HUGE, "1", None, True, 1j, 1e308],
+        "a finite number of at least 0 and at most 3e+38",
+    ),
     ("min_p", [-0.01, 1.01, NAN, INF, "0", False, None], "a number from 0 to 1"),
     ("top_p", [0, 0.0, -1, 1.0001, NAN, INF, True, "0.9", None], "a number above 0 and at most 1"),
     ("top_k", [-2, 1.5, 2.0, NAN, True, "3", None], "a whole number of at least 1, or 0 or -1"),
@@ -40,7 +47,7 @@ BAD: list[tuple[str, list[Any], str]] = [
     ("stop_token_ids[1]", [[1, -1], [1, 2.0], [1, True], [1, "2"], [1, None]], "a token id"),
     ("allowed_token_ids", [[], 5, "5"], "a list of"),
     ("allowed_token_ids[0]", [[-1], [1.0], [True]], "a token id"),
-    ("logit_bias", [[1], "x", {"5": 1.0}, {-1: 1.0}, {1.0: 1.0}, {True: 1.0}], "a"),
+    ("logit_bias", [[1], "x", *({key: 1.0} for key in KEYS), {-1: 1.0}, {1.0: 1.0}, {True: 1.0}], "a"),
     ("logit_bias[5]", [{5: 101}, {5: -100.5}, {5: NAN}, {5: INF}, {5: "1"}, {5: True}], "a number from -100"),
     ("logits_processors", [5, [5], len, "f"], "a"),
     ("structured_outputs", [{"regex": "a"}, "a"], "StructuredOutputsParams"),
@@ -89,6 +96,8 @@ def test_lists_become_tuples_and_top_k_has_one_word_for_all() -> None:
     params = SamplingParams(stop="end", stop_token_ids=[2, 3], top_k=-1, logit_bias={np.int32(4): 1})
     assert (params.stop, params.stop_token_ids, params.top_k) == (("end",), (2, 3), 0)
     assert params.logit_bias == {4: 1.0}
+    assert SamplingParams(logit_bias={"0": 1, "40": 2}).logit_bias == {0: 1.0, 40: 2.0}  # type: ignore[dict-item]
+    assert SamplingParams(allowed_token_ids=[7, 3, 7, np.int64(3)]).allowed_token_ids == (7, 3)
     assert SamplingParams().stop == ()
 
 
@@ -120,7 +129,49 @@ def test_what_an_engine_cannot_hold_is_refused() -> None:
         ("stop_token_ids", list(range(257))),
     ):
         with pytest.raises(RequestError, match=field):
-            SamplingParams(**{field: value}).check(vocab=5000, max_choices=1)  # type: ignore[arg-type]
+            SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+class Unread(list[Any]):
+    """As long as it says; none of its items may be looked at."""
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def __iter__(self) -> Any:
+        raise AssertionError("was read")
+
+
+class UnreadMap(dict[Any, Any]):
+    """Likewise."""
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def items(self) -> Any:
+        raise AssertionError("was read")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("allowed_token_ids", Unread()), ("stop_token_ids", Unread()), ("logit_bias", UnreadMap())],
+)
+def test_what_is_too_long_is_refused_unread(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{field}: '10000000 tokens' is not at most"):
+        SamplingParams(**{field: value})
+
+
+def test_a_token_has_one_bias() -> None:
+    with pytest.raises(RequestError, match="logit_bias: '5' is not the only key"):
+        SamplingParams(logit_bias={5: 1.0, "5": 2.0})  # type: ignore[dict-item]
+
+
+def test_a_clone_has_the_changes_checked() -> None:
+    params = SamplingParams(top_k=5, logit_bias={1: 2.0})
+    assert params.clone() == params
+    assert params.clone(top_k=7) == SamplingParams(top_k=7, logit_bias={1: 2.0})
+    with pytest.raises(RequestError, match="n: 0"):
+        params.clone(n=0)
 
 
 @pytest.mark.parametrize(

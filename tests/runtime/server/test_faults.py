@@ -68,3 +68,9 @@ def test_a_full_disk_ends_the_recording_only(artifact: Path) -> None:
             assert server.post("/v1/completions", HELLO)["choices"][0]["finish_reason"] == "length"
         assert server.get("/health") == {"status": "ok"}
         assert server.stop() == 0
+
+
+def test_more_prompts_than_the_queue_ever_holds_are_no_matter_of_waiting(narrow: RunningServer) -> None:
+    error = narrow.refused("/v1/completions", {**HELLO, "prompt": ["a"] * 4})
+    assert error["param"] == "prompt"
+    assert "several requests" in error["message"]

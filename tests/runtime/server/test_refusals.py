@@ -19,6 +19,11 @@ from pagec.runtime.server.openai.bodies import ChatBody, CompletionBody
 LIMIT = 2048
 DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"not": inner}, range(400), {})
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+BOGUS = {"type": "bogus"}
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": BOGUS}}}
+SCHEMA_PLACE = "response_format.json_schema.schema"
+# What 2,048 tokens can have: the longest is "<pad>".
+MOST_CHARS = LIMIT * 5
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,7 @@ def test_prompts_that_are_none(server: RunningServer, prompt: Any) -> None:
     ("field", "value", "words"),
     [
         ("logit_bias", {"256": 1}, "256 is not a token id from 0 to 255"),
-        ("logit_bias", {"x": 1}, "no token id"),
+        ("logit_bias", {"x": 1}, "is not a token id"),
         ("logit_bias", {"1": 101}, "from -100 to 100"),
         ("temperature", float("nan"), "finite number"),
         ("temperature", float("inf"), "finite number"),
@@ -77,9 +82,9 @@ def test_prompts_that_are_none(server: RunningServer, prompt: Any) -> None:
         ("presence_penalty", 3, "-2 to 2"),
         ("n", 0, "at least 1"),
         ("n", 1000, "sequences that run at once"),
-        ("n", 2**70, "64 bits"),
+        ("n", 2**70, "sequences that run at once"),
         ("top_k", 2**70, "64 bits"),
-        ("stop_token_ids", [2**70], "64 bits"),
+        ("stop_token_ids", [2**70], "0 to 255"),
         ("max_tokens", 0, "at least 1"),
         ("seed", 2**64, "64 bits"),
         ("stop", [""], "none of them empty"),
@@ -87,6 +92,7 @@ def test_prompts_that_are_none(server: RunningServer, prompt: Any) -> None:
         ("cache_salt", "\udfff", "unicode"),
         ("structured_outputs", {"json": DEEP}, ""),
         ("stop", ["x"] * 65, "65 texts are more than 64"),
+        ("stop", ["x" * 4000] * 5, "20000 characters are more than 16384"),
         ("stop_token_ids", [256], "0 to 255"),
         ("min_tokens", 17, "max_tokens, 16"),
         ("structured_outputs", {"rex": "x"}, "'rex' is not one of"),
@@ -128,7 +134,14 @@ def test_a_tiny_temperature_is_exact(server: RunningServer) -> None:
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, SCHEMA_PLACE),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": BOGUS}}}, SCHEMA_PLACE),
+        ({"guided_json": BOGUS}, "guided_json"),
+        ({"guided_regex": "["}, "guided_regex"),
+        ({"structured_outputs": {"json": BOGUS}}, "structured_outputs.json"),
+        ({"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}, "tools"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "x"}, "response_format"),
@@ -137,11 +150,71 @@ def test_a_tiny_temperature_is_exact(server: RunningServer) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"functions": []}, "functions"),
     ],
 )
 def test_chats_that_are_wrong(server: RunningServer, more: dict[str, Any], param: str) -> None:
     assert server.refused("/v1/chat/completions", {**CHAT, **more})["param"] == param
+
+
+@pytest.mark.parametrize("name", ["self", "template", "messages", "tools"])
+def test_names_that_no_template_can_be_told(server: RunningServer, name: str) -> None:
+    body = {**CHAT, "chat_template_kwargs": {name: []}}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = server.refused(path, body)
+        assert error["param"] == "chat_template_kwargs"
+        assert repr(name) in error["message"]
+
+
+@pytest.mark.parametrize("number", [MOST_CHARS + 1, 15 << 20])
+def test_texts_that_cannot_fit_are_not_tokenized(server: RunningServer, number: int) -> None:
+    text = " " * number
+    for path, body, param in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", text]}, "prompt[1]"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        error = server.refused(path, body)
+        assert error["param"] == param
+        assert f"characters are more than {MOST_CHARS}" in error["message"]
+
+
+def test_texts_up_to_the_limit_are_tokenized(server: RunningServer) -> None:
+    error = server.refused("/v1/completions", {"prompt": "x" * MOST_CHARS})
+    assert f"{MOST_CHARS} " in error["message"]
+    assert "characters" not in error["message"]
+
+
+def test_texts_to_tokenize_have_a_limit_of_their_own(server: RunningServer) -> None:
+    most = 1 << 20
+    assert server.post("/tokenize", {"prompt": "x" * (MOST_CHARS + 1)})["count"] == MOST_CHARS + 1
+    for more in ({"prompt": "x" * (most + 1)}, {"messages": [{"role": "user", "content": "x" * most}]}):
+        error = server.refused("/tokenize", more)
+        assert error["param"] == next(iter(more))
+        assert f"characters are more than {most}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "meant"),
+    [
+        ("/v1/completions", {"prompt": "x", "message": []}, None),
+        ("/v1/completions", {"prompt": "x", "messages": []}, None),
+        ("/v1/chat/completions", {**CHAT, "message": []}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usages": True}}, "include_usage"),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"top_logprob": 1}}, None),
+        ("/detokenize", {"tokens": [5], "token": 5}, "tokens"),
+    ],
+)
+def test_only_names_of_the_same_body_are_meant(
+    server: RunningServer, path: str, body: dict[str, Any], meant: str | None
+) -> None:
+    message = server.refused(path, body)["message"]
+    assert "is not a known field" in message
+    assert ("did you mean" in message) == (meant is not None)
+    if meant is not None:
+        assert f"did you mean {meant}" in message
 
 
 def test_unknown_fields(server: RunningServer) -> None:
@@ -238,12 +311,15 @@ def test_keys(locked: RunningServer) -> None:
     assert locked.request("GET", "/health")[0] == 200
     assert locked.request("GET", "/")[0] == 200
     for path in ("/v1/models", "/metrics", "/stats", "/version", "/openapi.json", "/nowhere"):
-        for headers in ({}, {"authorization": "Bearer fifth"}, {"authorization": "Bearer "}):
+        for shown in (None, "Bearer fifth", "Bearer ", "Bearer", "first", "Basic first", "Bearerfirst", ""):
+            headers = {} if shown is None else {"authorization": shown}
             status, answer, found = locked.request("GET", path, headers=headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
             assert found["www-authenticate"] == "Bearer"
     for key in ("first", "second", "third", "fourth"):
-        assert locked.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"})[0] == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            headers = {"authorization": f"{scheme} {key}"}
+            assert locked.request("GET", "/v1/models", headers=headers)[0] == 200
 
 
 def test_large_bodies(locked: RunningServer) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagec.compiler.errors import RequestError
-from pagec.runtime.server.tool_choice import ToolChoice, check_tools, template_messages
+from pagec.runtime.server.tool_choice import ToolChoice, check_tools
 from pagec.runtime.server.tools import (
     FORMATS,
     CallDelta,
@@ -21,6 +21,7 @@ from pagec.runtime.server.tools import (
     collect,
     make_tool_format,
 )
+from pagec.runtime.text.messages import template_messages
 
 HERMES, LLAMA3, MISTRAL = (FORMATS[name] for name in ("hermes", "llama3", "mistral"))
 ODD = '{"a": "} ] { \\" <tool_call> </tool_call>", "b": {"c": [1, {"d": "\\\\"}]}, "Ü": "日本🦊"}'
@@ -437,3 +438,12 @@ def test_earlier_calls_become_what_templates_read() -> None:
 def test_bad_earlier_calls_are_refused_by_field(calls: object, place: str) -> None:
     with pytest.raises(RequestError, match=f"^{place}: "):
         template_messages([{"role": "assistant", "tool_calls": calls}])
+
+
+def test_a_tool_without_parameters_takes_no_arguments() -> None:
+    """Else a forced call could have any."""
+    plain, described = ({"name": "now"}, {"name": "any", "parameters": {"type": "object"}})
+    tools = [{"type": "function", "function": function} for function in (plain, described)]
+    first, second = check_tools(tools).tools
+    assert first.parameters == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert second.parameters == {"type": "object"}

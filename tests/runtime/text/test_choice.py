@@ -15,7 +15,7 @@ from support.tokenizers import byte_tokenizer, write_tokenizer
 from pagec.compiler.errors import RequestError
 from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.sampling.sampler import Logprob, TokenLogprobs
-from pagec.runtime.text.choice import ChoiceText, TextPiece, bad_word_ids
+from pagec.runtime.text.choice import ChoiceText, TextPiece, _Prefix, bad_word_ids
 from pagec.runtime.text.detokenizer import REPLACEMENT
 from pagec.runtime.text.pieces import TokenTexts, token_bytes
 from pagec.runtime.text.tokenizer import Tokenizer
@@ -326,3 +326,33 @@ def test_a_bad_word_that_is_no_text(smol: Tokenizer) -> None:
     with pytest.raises(RequestError) as refused:
         bad_word_ids(smol, ["\ud800"])
     assert refused.value.place == "bad_words"
+
+
+@settings(max_examples=300, deadline=None)
+@given(stop=st.text("ab", min_size=1, max_size=7), news=st.lists(st.text("abc", max_size=5), max_size=12))
+def test_the_beginning_of_a_stop_that_a_text_ends_with(stop: str, news: list[str]) -> None:
+    """Of few letters, so that stops repeat themselves and come whole."""
+    prefix, text = _Prefix(stop), ""
+    for new in news:
+        text += new
+        expected = max(length for length in range(len(stop)) if text.endswith(stop[:length]))
+        assert prefix.add(new) == expected
+
+
+class _CountedText(str):
+    """Counts how often its characters are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> str:
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+def test_long_stops_cost_no_more_for_a_character_than_short_ones() -> None:
+    stop = _CountedText("ab" * 2000)
+    prefix = _Prefix(stop)
+    stop.looks = 0
+    for _ in range(3000):
+        prefix.add("ab")
+    assert stop.looks <= 4 * 6000
