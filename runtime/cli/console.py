@@ -59,11 +59,13 @@ def print_limits(limits: Limits) -> None:
 
 
 def print_table(table: Any) -> None:
-    """A table on stdout, wide enough for kernels' keys also in a pipe."""
+    """A table on stdout, so wide that nothing in it is cut off, also in a pipe."""
     from rich.console import Console
+    from rich.measure import Measurement
 
     console = Console()
-    console.width = max(console.width, 130)
+    console.width = 1000
+    console.width = Measurement.get(console, console.options, table).maximum
     console.print(table)
 
 
