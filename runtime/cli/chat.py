@@ -17,7 +17,12 @@ from pagec.compiler.errors import PagecError
 from pagec.runtime.cli.console import print_error, stderr
 from pagec.runtime.cli.models import (
     KvBytes,
+    MinP,
+    Seed,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
     Weights,
     WeightsMemory,
     WeightsMemoryOption,
@@ -50,17 +55,11 @@ def command(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="what fits")
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: always the likeliest token; above: drawn by probability.")
-    ] = 0.7,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many tokens only (0: all).")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the tokens that together reach this.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Draw from tokens of at least this share of the likeliest's probability.")
-    ] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed draws the same answers.", show_default="drawn")
-    ] = None,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
     api_key: ApiKey = None,
     threads: Threads = None,
     weights: Weights = None,

@@ -18,8 +18,13 @@ from pagec.runtime.cli.models import (
     KvDir,
     KvDirBytes,
     KvHostBytes,
+    MinP,
     ModelOrArtifact,
+    Seed,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
     Verbose,
     Weights,
     WeightsMemory,
@@ -51,17 +56,11 @@ def command(
             min=1, help="Most tokens of an answer.", show_default=f"{DEFAULT_MAX_TOKENS}, or what fits"
         ),
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: always the likeliest token; above: drawn by probability.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many tokens only (0: all).")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the tokens that together reach this.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Draw from tokens of at least this share of the likeliest's probability.")
-    ] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed draws the same text.", show_default="drawn")
-    ] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
     threads: Threads = None,
     weights: Weights = None,
     weights_memory: WeightsMemoryOption = WeightsMemory.COPY,

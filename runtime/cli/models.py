@@ -60,6 +60,15 @@ KvDirBytes = Annotated[
 KvHostBytes = Annotated[
     int, typer.Option(min=0, help="Host memory for cold KV blocks and preempted requests; 0: none.")
 ]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="0: always the likeliest token; above: drawn by probability.")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from so many tokens only (0: all).")]
+TopP = Annotated[float, typer.Option(help="Draw from the tokens that together reach this.")]
+MinP = Annotated[
+    float, typer.Option(help="Draw from tokens of at least this share of the likeliest's probability.")
+]
+Seed = Annotated[int | None, typer.Option(help="The same seed draws the same text.", show_default="drawn")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr where the memory goes.")]
 
 

@@ -103,7 +103,8 @@ def test_a_terminal(server: RunningServer, byte_artifact: Path, side: str, tmp_p
     with Terminal(words, env={"PAGEC_API_KEY": "secret"}, cwd=tmp_path) as terminal:
         terminal.expect("Ctrl-D ends")
         terminal.expect("> ")
-        terminal.type("\x03")  # at the prompt it only clears the line
+        # At the prompt it only clears the line; Enter wakes readline if that came just before it waited.
+        terminal.type("\x03\r")
         terminal.expect("> ")
         terminal.type("Tell me all.\r")
         terminal.expect("Tell me all.\r\n")
