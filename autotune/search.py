@@ -1,7 +1,6 @@
 """The offline search: enumerate, drop what the target cannot hold, rank by the cost model.
 
     candidates    every point of the space, with a prediction or the reason why it was dropped
-    rerank        the same with registers and shared memory as the compiler reported them
     choose        one point for each bucket of rows, each the best of its own
     choose_strict one set of numeric knobs for all buckets: the least geometric mean
 
@@ -60,13 +59,6 @@ def candidates(
     """All points of the space (or these), best first; the dropped ones last."""
     chosen = SPACES[problem.kind].points() if points is None else points
     return ranked(candidate(problem, point, target) for point in chosen)
-
-
-def rerank(
-    problem: Problem, target: CudaTarget, compiled: Sequence[tuple[Point, Resources]]
-) -> list[Candidate]:
-    """Points judged by what the compiler reported, best first."""
-    return ranked(candidate(problem, point, target, held) for point, held in compiled)
 
 
 def ranked(found: Iterable[Candidate]) -> list[Candidate]:

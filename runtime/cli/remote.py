@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
 
 from pagec.compiler.errors import PagecError
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 CONNECT_S: Final = 10.0
 ApiKey = Annotated[
@@ -36,6 +39,8 @@ class Remote:
 
     def events(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """The JSON of each event that a path sends, to its end or "[DONE]". Closing it ends the request."""
+        from http.client import HTTPException  # slow to import, and few commands talk to servers
+
         response = self._open(path, body)
         try:
             for line in response:
@@ -47,14 +52,16 @@ class Remote:
                     if isinstance(event, dict) and event.get("error"):
                         raise PagecError(event["error"]["message"])
                     yield event
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, HTTPException) as error:
             raise self._unreachable(error) from error
         finally:
             response.close()
 
-    def _open(self, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
+        from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
         secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        kind = HTTPSConnection if secure else HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
         headers = dict(self._headers)
         data = None
@@ -66,9 +73,9 @@ class Remote:
             connection.sock.settimeout(None)  # an answer takes the time that it takes
             connection.request("POST" if data else "GET", self._parts.path.rstrip("/") + path, data, headers)
             response = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, HTTPException) as error:
             raise self._unreachable(error) from error
-        if response.status >= http.HTTPStatus.BAD_REQUEST:
+        if response.status >= HTTPStatus.BAD_REQUEST:
             raise self._refusal(response)
         return response
 
@@ -77,12 +84,10 @@ class Remote:
             f"no connection: {error}", place=self.url, remedy="start a server there: pagec serve MODEL"
         )
 
-    def _refusal(self, response: http.client.HTTPResponse) -> PagecError:
+    def _refusal(self, response: HTTPResponse) -> PagecError:
         try:
             message = str(json.loads(response.read())["error"]["message"])
         except (ValueError, KeyError, TypeError):
             message = f"{response.status} {response.reason}"
-        remedy = (
-            "give --api-key, or set PAGEC_API_KEY" if response.status == http.HTTPStatus.UNAUTHORIZED else ""
-        )
+        remedy = "give --api-key, or set PAGEC_API_KEY" if response.status == HTTPStatus.UNAUTHORIZED else ""
         return PagecError(message, place=self.url, remedy=remedy)

@@ -50,7 +50,6 @@ BODIES: Final[Mapping[str, type[Body]]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def make_app(

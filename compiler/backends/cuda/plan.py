@@ -9,7 +9,7 @@ from typing import Final
 from pagec.compiler.backends.cuda.attention import query_tile
 from pagec.compiler.backends.cuda.emit import CudaKernel
 from pagec.compiler.backends.cuda.knobs import Choice, Chooser
-from pagec.compiler.backends.cuda.lower import Call, Lowering, Settings
+from pagec.compiler.backends.cuda.lower import Lowering, Settings
 from pagec.compiler.backends.cuda.tokens import copy_blocks
 from pagec.compiler.dims import Capacity, DType
 from pagec.compiler.errors import CompileError
@@ -22,7 +22,6 @@ from pagec.compiler.plan import assign_slots, kv_layout, place_args
 DECODE_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BLOCK_SIZE: Final = 16
 # Launches of a span: a node's calls.
-Lowered = list[tuple[Node, tuple[Call, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
