@@ -15,18 +15,12 @@ ITEM_BYTES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """Dense causal attention of `sequences` prompts of `tokens` tokens each, from an empty cache."""
+class _Attention:
+    """What both kinds of attention have."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    tokens: int = 4096
-    sequences: int = 1
-
-    @property
-    def kind(self) -> Kind:
-        return "attention_prefill"
 
     @property
     def group(self) -> int:
@@ -36,6 +30,21 @@ class Prefill:
     @property
     def key(self) -> str:
         return f"d{self.head_dim}_g{self.group}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill(_Attention):
+    """Dense causal attention of `sequences` prompts of `tokens` tokens each, from an empty cache."""
+
+    tokens: int = 4096
+    sequences: int = 1
+
+    @property
+    def kind(self) -> Kind:
+        return "attention_prefill"
 
     @property
     def flops(self) -> int:
@@ -49,32 +58,17 @@ class Prefill:
         per_token = 2 * (self.heads + self.kv_heads) * self.head_dim * ITEM_BYTES
         return self.sequences * self.tokens * per_token
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(_Attention):
     """Attention of a new token of each of `sequences` sequences over `context` tokens in the paged cache."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
     sequences: int
     context: int
 
     @property
     def kind(self) -> Kind:
         return "attention_decode"
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def key(self) -> str:
-        return f"d{self.head_dim}_g{self.group}"
 
     @property
     def flops(self) -> int:
@@ -85,9 +79,6 @@ class Decode:
         """Keys and values once; a token's queries and results."""
         cache = self.context * 2 * self.kv_heads
         return self.sequences * (cache + 2 * self.heads) * self.head_dim * ITEM_BYTES
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
