@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from pagec.compiler.errors import RequestError
 from pagec.compiler.sampling import MAX_BIASES, NUM_WORDS, Words, mask_words
-from pagec.runtime.sampling.logprobs import log_total
 from pagec.runtime.sampling.params import LogitsProcessor, SamplingParams
 
 I32 = npt.NDArray[np.int32]
@@ -311,7 +310,8 @@ def token_logprobs(logits: F32, tokens: Iterable[int], count: int) -> list[Token
 
 
 def _of_row(row: F32, token: int, count: int) -> TokenLogprobs:
-    total = log_total(row)
+    greatest = float(row.max())
+    total = greatest + float(np.log(np.exp(row.astype(np.float64) - greatest).sum()))
     own = Logprob(float(row[token]) - total, int((row > row[token]).sum()) + 1)
     if count == 0:
         return TokenLogprobs(token, own)

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.sampling import log_probability
 from support.steps import VOCAB, FakeRunner, generate
 
 from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.loop import Loop
-from pagec.runtime.sampling.logprobs import log_probability
 from pagec.runtime.scheduler import Limits, Scheduler
 from pagec.runtime.sequence import Changes, CommitHook, Fork, Request
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pagec.runtime.sampling.beam import BeamSearchParams
-from pagec.runtime.sampling.logprobs import log_probability
+from support.sampling import log_probability
 
 Model = Callable[[list[int]], Any]
 Text = list[int]

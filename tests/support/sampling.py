@@ -12,7 +12,7 @@ from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.ops.sampling import shape
 from pagec.compiler.sampling import NUM_WORDS, mask_words
 from pagec.runtime.sampling.params import SamplingParams
-from pagec.runtime.sampling.sampler import Row, SamplingInputs, sampling_inputs
+from pagec.runtime.sampling.sampler import Row, SamplingInputs, sampling_inputs, token_logprobs
 from support.kernels import KernelRun
 
 F64 = npt.NDArray[np.float64]
@@ -91,6 +91,11 @@ def sample_graph(vocab: int) -> Graph:
     outputs = dict(zip(("token", "logprob"), shape(list(inputs.values()), {}), strict=True))
     node = Node("sample", tuple(f"%{name}" for name in inputs), tuple(outputs))
     return Graph(tuple(inputs), tuple(outputs), (node,), {**inputs, **outputs}, {})
+
+
+def log_probability(logits: Any, token: int) -> float:
+    """A token's log probability by the host's own code, from a row of logits."""
+    return token_logprobs(logits[None], [token], 0)[0].own.logprob
 
 
 def run_sample(kernels: KernelRun, logits: Any, rows: Sequence[Row]) -> tuple[Any, Any]:
