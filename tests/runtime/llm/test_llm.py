@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.small import small_artifact
+from support.llms import idle, tokens
 
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import CapacityError, CompileError, PagecError, RequestError
@@ -16,7 +16,6 @@ from pagec.runtime import (
     LLM,
     BeamSearchParams,
     Engine,
-    RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -24,17 +23,6 @@ from pagec.runtime import (
 PROMPTS = [[1, 2, 3, 4, 5], [200, 7], [9, 9, 9, 30, 31, 32, 33]]
 MAX_LEN = 2048
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def path() -> Path:
-    return small_artifact()
-
-
-@pytest.fixture(scope="module")
-def llm(path: Path) -> Iterator[LLM]:
-    with LLM(path, threads=1, max_num_seqs=8, num_blocks=400, seed=7) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +36,6 @@ def logits(path: Path) -> Callable[[list[int], int], torch.Tensor]:
         return torch.cat([torch.from_numpy(part) for part in request.logits])
 
     return find
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[choice.token_ids for choice in output.outputs] for output in outputs]
-
-
-def idle(llm: LLM) -> bool:
-    """Whether nothing runs or waits, and no block is in use; after all that was asked for before."""
-    scheduler = llm.engine.scheduler
-    state = llm._thread.call(
-        lambda: (
-            scheduler.blocks.num_used,
-            len(scheduler.running),
-            len(scheduler.waiting),
-            llm.engine.has_work,
-        )
-    )
-    return state.result() == (0, 0, 0, False)
 
 
 # -------------------------------------------------------------------------------- generation

@@ -7,13 +7,13 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small import small_artifact
+from support.llms import idle, tokens
 
 from pagec.compiler.errors import PagecError, RequestError
 from pagec.runtime import LLM, RequestOutput, SamplingParams
@@ -21,35 +21,6 @@ from pagec.runtime import LLM, RequestOutput, SamplingParams
 PROMPTS = [[1, 2, 3, 4, 5], [200, 7], [9, 9, 9, 30, 31, 32, 33]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 LONG = SamplingParams(max_tokens=1500, seed=1)
-
-
-@pytest.fixture(scope="module")
-def path() -> Path:
-    return small_artifact()
-
-
-@pytest.fixture(scope="module")
-def llm(path: Path) -> Iterator[LLM]:
-    with LLM(path, threads=1, max_num_seqs=8, num_blocks=400, seed=7) as llm:
-        yield llm
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[choice.token_ids for choice in output.outputs] for output in outputs]
-
-
-def idle(llm: LLM) -> bool:
-    """Whether nothing runs or waits, and no block is in use; after all that was asked for before."""
-    scheduler = llm.engine.scheduler
-    state = llm._thread.call(
-        lambda: (
-            scheduler.blocks.num_used,
-            len(scheduler.running),
-            len(scheduler.waiting),
-            llm.engine.has_work,
-        )
-    )
-    return state.result() == (0, 0, 0, False)
 
 
 # ----------------------------------------------------------------------------------- streams
