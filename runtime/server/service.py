@@ -102,11 +102,6 @@ class Service:
 
     # ------------------------------------------------------------------------------ calls
 
-    @property
-    def num_open(self) -> int:
-        """Calls that are not over."""
-        return len(self._open)
-
     async def start(self, call: Call, id: str | None = None) -> Generation:
         """Hands a call to the engine; returns when that has taken it.
 
@@ -239,10 +234,6 @@ class Service:
                 generation.refuse(error)
 
     # ------------------------------------------------------------------------------ the end
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
 
     async def drain(self, seconds: float) -> None:
         """Takes no more calls, and waits until those that it has are over; after so many seconds what is

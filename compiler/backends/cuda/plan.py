@@ -21,7 +21,6 @@ from pagec.compiler.plan import assign_slots, kv_layout, place_args
 # Tokens that steps are padded to, before they double; graphs of decoding steps are captured for each.
 DECODE_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BLOCK_SIZE: Final = 16
-# Launches of a span: a node's calls.
 
 
 @dataclass(frozen=True, slots=True)
