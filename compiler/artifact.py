@@ -95,17 +95,13 @@ class Artifact(_Opened):
     def open(path: Path) -> Artifact:
         """Reads and checks an artifact that this machine shall run; ArtifactError says what is wrong and what
         to do."""
-        manifest = _read_manifest(path)
-        target = _target_of(path, manifest)
-        if isinstance(target, CudaTarget):
+        opened = open_artifact(path)
+        if not isinstance(opened, Artifact):
             raise ArtifactError(
-                f"made for {target.name}, an NVIDIA GPU, which this pagec compiles for but cannot run on yet",
+                f"made for {opened.target.name}, an NVIDIA GPU; this works on artifacts for CPUs only",
                 place=str(path),
                 remedy="compile the model again for this machine (--target cpu)",
             )
-        check_runs_on(target, host())
-        opened = look_at(path)
-        assert isinstance(opened, Artifact)
         return opened
 
     @property
@@ -135,6 +131,16 @@ class GpuArtifact(_Opened):
     @property
     def target(self) -> CudaTarget:
         return CudaTarget.from_json(self.manifest["target"])
+
+
+def open_artifact(path: Path) -> Artifact | GpuArtifact:
+    """Reads and checks an artifact that this machine shall run; ArtifactError says what is wrong and what to
+    do. Whether a GPU is the right one, its device finds out."""
+    manifest = _read_manifest(path)
+    target = _target_of(path, manifest)
+    if isinstance(target, CpuTarget):
+        check_runs_on(target, host())
+    return look_at(path)
 
 
 def look_at(path: Path) -> Artifact | GpuArtifact:

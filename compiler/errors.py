@@ -7,6 +7,7 @@ PagecError              something the user can mend; says where and how
 |- CompileError         a correct spec that this backend cannot lower
 |- ArtifactError        an artifact is stale, damaged, or made for another machine
 |- CapacityError        more than the artifact or the memory holds: both numbers are named
+|- DeviceError          a GPU, its driver or a kernel on it fails: the driver's own words are quoted
 `- RequestError         one request is invalid; only that request ends
 
 Anything else that escapes is a defect of pagec.
@@ -79,6 +80,10 @@ class ArtifactError(PagecError):
 
 class CapacityError(PagecError):
     """More is asked than the artifact or the memory holds."""
+
+
+class DeviceError(PagecError):
+    """A GPU, its driver or a kernel on it fails; `place` names the kernel where one is to blame."""
 
 
 class RequestError(PagecError):

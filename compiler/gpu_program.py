@@ -10,6 +10,7 @@ Arguments are those of program.py, and
     partial:stats, partial:sums     what decode attention's items leave, `split_bytes` each, for as many as
                                     there may be: pool tokens / the span's key_split + S
     step:splits[n, 2], step:split_start[S + 1]      these items (sequence, which split), each sequence's first
+    step:chosen[n]                  the tokens that the logit rows of the step before have chosen
     step:copies[n, 2], step:num_blocks[1], pool:    of `copy`: blocks (from, to); how many the pool has; it
 
 After them a kernel takes the address of its word of `counts`; then what launch.py says.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pagec.compiler.launch import Counts
 from pagec.compiler.program import Memory, memory_from_json
@@ -37,6 +38,10 @@ class GpuKernel:
     stages: int
 
 
+# In which steps a launch is wanted: all, or those that take each row's greatest logit, or those that sample.
+When = Literal["always", "greedy", "sampled"]
+
+
 @dataclass(frozen=True, slots=True)
 class GpuLaunch:
     """A kernel, its arguments, and the name of the word of `counts` that says how many rows it has."""
@@ -45,6 +50,7 @@ class GpuLaunch:
     kernel: str
     count: str
     args: tuple[str, ...]
+    when: When = "always"
 
     @property
     def counts(self) -> Counts:

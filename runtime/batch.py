@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pagec.compiler.gpu_program import GpuProgram
 from pagec.compiler.program import Program
 from pagec.runtime.sampling.sampler import GREEDY, Processors, Row, SamplingInputs, sampling_inputs
 from pagec.runtime.scheduler import Entry
@@ -58,7 +59,9 @@ class Batch:
         return len(self.seq_lens)
 
 
-def build_batch(entries: Items[Entry], program: Program, copies: Items[tuple[int, int]] = ()) -> Batch:
+def build_batch(
+    entries: Items[Entry], program: Program | GpuProgram, copies: Items[tuple[int, int]] = ()
+) -> Batch:
     """The batch of a schedule; `copies` as from BlockManager.take_copies."""
     requests, sequences, first, num_tokens, num_logits, num_draws = zip(*entries, strict=True)
     starts, counts = _column(first), _column(num_tokens)

@@ -10,18 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from pagec.compiler.artifact import Artifact
+from pagec.compiler.artifact import Artifact, open_artifact
 from pagec.compiler.errors import RequestError
 from pagec.runtime.batch import Batch, build_batch
 from pagec.runtime.device import Device
-from pagec.runtime.device.cpu import CpuDevice
 from pagec.runtime.kv.block_manager import BlockManager
 from pagec.runtime.kv.setup import measure_cost, open_tiers
 from pagec.runtime.kv.swap import HostSwapper
+from pagec.runtime.loading import AnyArtifact, LoadOptions, load
 from pagec.runtime.loop import Loop, TokenOutput
 from pagec.runtime.policies import Policy, make_policy
 from pagec.runtime.preemption import PreemptionCost
-from pagec.runtime.runner import Runner
 from pagec.runtime.sampling.beam import BeamSearch, BeamSearchParams
 from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.sampling.sampler import Grammar, Sampler, draw_seed
@@ -31,6 +30,8 @@ from pagec.runtime.text.defaults import GenerationDefaults
 from pagec.runtime.trace import NO_TRACE, Trace
 from pagec.runtime.weights import WeightsMemory
 
+# Steps in flight: a GPU computes one while the host schedules the next, a CPU has no time to spare for that.
+GPU_DEPTH: Final = 2
 GREEDY_PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=None)
 
 
@@ -47,8 +48,9 @@ class Engine:
     `threads`: all cores if not given; `weights` and `weights_memory` as in load_weights; `num_blocks` or
     `kv_bytes` size the KV pool; `prefill_chunk` limits a prompt's tokens in one step, `max_seqs` the
     sequences that run at once; `eos_token_ids`: the artifact's own if not given; `prefix_cache`: prompts
-    share the blocks of equal beginnings; `policy`: see policies.py; `depth`: steps in flight at most;
-    `clock` gives seconds, for arrivals and deadlines.
+    share the blocks of equal beginnings; `policy`: see policies.py; `depth`: steps in flight at most
+    (1 on a CPU, 2 on a GPU if not given); `graph_rows` as in GpuRunner; `clock` gives seconds, for arrivals
+    and deadlines.
 
     Below the pool: `kv_host_bytes` of host memory for cold blocks and preempted requests (`cost`: when those
     are swapped; measured if not given), and the directory `kv_dir`, where `kv_dir_bytes` of cached blocks
@@ -57,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        artifact: Artifact | Path,
+        artifact: AnyArtifact | Path,
         *,
         threads: int | None = None,
         weights: str | None = None,
@@ -69,25 +71,21 @@ class Engine:
         eos_token_ids: Collection[int] | None = None,
         prefix_cache: bool = True,
         policy: str | Policy = "fcfs",
-        depth: int = 1,
+        depth: int | None = None,
         kv_host_bytes: int = 0,
         kv_dir: Path | None = None,
         kv_dir_bytes: int | None = None,
         cost: PreemptionCost | None = None,
         clock: Clock = time.monotonic,
         device: Device | None = None,
+        graph_rows: int | None = None,
     ) -> None:
-        artifact = Artifact.open(artifact) if isinstance(artifact, Path) else artifact
+        artifact = open_artifact(artifact) if isinstance(artifact, Path) else artifact
         self.program = program = artifact.program
-        self.device = device or CpuDevice(artifact.path, threads)
-        self.runner = Runner(
-            artifact,
-            self.device,
-            weights=weights,
-            weights_memory=weights_memory,
-            num_blocks=num_blocks,
-            kv_bytes=kv_bytes,
-        )
+        options = LoadOptions(weights, weights_memory, num_blocks, kv_bytes, threads, graph_rows)
+        self.device, self.runner = load(artifact, options, device)
+        if depth is None:
+            depth = 1 if isinstance(artifact, Artifact) else GPU_DEPTH
         self.tiers = open_tiers(
             artifact,
             self.runner,

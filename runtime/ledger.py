@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from pagec.compiler.errors import CapacityError
-from pagec.compiler.program import Program
+from pagec.compiler.program import KvLayout, Memory
 
 # The KV pool's part of what is free if no size is given: other processes want some, too.
 KV_SHARE: Final = 0.5
-# Kernels address one layer's slice of the pool with 32-bit indices of 16-bit elements.
+# Kernels of CPUs address one layer's slice of the pool with 32-bit indices of 16-bit elements.
 MAX_SLICE_BYTES: Final = (1 << 32) - (1 << 12)
+# Those of GPUs number its lines, one for each token, KV head, and K or V, by 32 bits.
+MAX_LINES: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,21 @@ def check_fits(ledger: Ledger, free_bytes: int) -> None:
     )
 
 
-def kv_blocks(program: Program, *, num_blocks: int | None, kv_bytes: int | None, free_bytes: int) -> int:
-    """The number of blocks of the pool: as asked, or a share of what is free but no more than is of use."""
+def kv_blocks(
+    program: Memory,
+    *,
+    num_blocks: int | None,
+    kv_bytes: int | None,
+    free_bytes: int,
+    share: float = KV_SHARE,
+) -> int:
+    """The number of blocks of the pool: as asked, or a `share` of what is free but no more than is of use."""
     kv = program.kv
-    most = MAX_SLICE_BYTES // max(kv.span_bytes, 1)
+    most = _addressable(kv)
     if num_blocks is None and kv_bytes is None:
         useful = program.capacity.S * program.max_blocks * len(kv.groups) + 1
-        share = int(free_bytes * KV_SHARE) // max(kv.block_bytes, 1)
-        num_blocks = min(useful, share, most)
+        affordable = int(free_bytes * share) // max(kv.block_bytes, 1)
+        num_blocks = min(useful, affordable, most)
     elif num_blocks is None:
         assert kv_bytes is not None
         num_blocks = kv_bytes // max(kv.block_bytes, 1)
@@ -116,3 +125,10 @@ def kv_blocks(program: Program, *, num_blocks: int | None, kv_bytes: int | None,
             remedy="give the KV pool less memory (kv_bytes)",
         )
     return num_blocks
+
+
+def _addressable(kv: KvLayout) -> int:
+    """The most blocks that kernels can number."""
+    if kv.kind == "rows":
+        return MAX_LINES // (2 * kv.kv_heads * kv.block_size)
+    return MAX_SLICE_BYTES // max(kv.span_bytes, 1)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from pagec.compiler.program import Launch
     from pagec.runtime.batch import Batch
     from pagec.runtime.kv.block_manager import BlockManager
     from pagec.runtime.scheduler import Entry
@@ -105,8 +104,8 @@ class Trace:
     def head(self, num_rows: int) -> None:
         """The head is about to run on so many logit rows."""
 
-    def launches(self, launches: Sequence[Launch], counts: Sequence[int], times_us: Sequence[float]) -> None:
-        """Launches that have just ended, what rows each took, and how long."""
+    def launches(self, launches: Sequence[tuple[str, str, int]], times_us: Sequence[float]) -> None:
+        """Launches that have just ended: name, kernel's key and rows of each, and how long it took."""
 
 
 NO_TRACE: Final = Trace()
@@ -175,12 +174,11 @@ class Recorder(Trace):
     def head(self, num_rows: int) -> None:
         self.steps[-1].head_rows.append(num_rows)
 
-    def launches(self, launches: Sequence[Launch], counts: Sequence[int], times_us: Sequence[float]) -> None:
+    def launches(self, launches: Sequence[tuple[str, str, int]], times_us: Sequence[float]) -> None:
         start = self.now_us() - sum(times_us)
-        for launch, count, duration in zip(launches, counts, times_us, strict=True):
-            key = launch.key_for(count)
+        for (name, key, count), duration in zip(launches, times_us, strict=True):
             if key and count:  # else it was passed over
-                self._add(launch.name, "kernels", start, duration, {"kernel": key, "rows": count})
+                self._add(name, "kernels", start, duration, {"kernel": key, "rows": count})
             start += duration
 
     def _add(self, name: str, row: Row, start: float, duration: float, args: dict[str, Any]) -> None:

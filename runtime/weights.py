@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from pagec.compiler.artifact import WEIGHTS, Artifact, weights_header
+from pagec.compiler.artifact import WEIGHTS, Artifact, GpuArtifact, weights_header
 from pagec.compiler.errors import ArtifactError, CheckpointError
 from pagec.compiler.program import PackedWeight
 from pagec.compiler.random_weights import random_packed
@@ -25,7 +25,7 @@ WeightsMemory = Literal["copy", "mmap"]
 
 
 def load_weights(
-    device: Device, artifact: Artifact, source: str | None, kind: WeightsMemory = "copy"
+    device: Device, artifact: Artifact | GpuArtifact, source: str | None, kind: WeightsMemory = "copy"
 ) -> Mapping[str, Memory]:
     """Each packed tensor's memory, by name. `source` None: the artifact's own weights."""
     weights = artifact.program.weights

@@ -13,7 +13,6 @@ from pagec.runtime.cli.console import JsonFlag, print_json
 from pagec.runtime.cli.models import Threads
 
 if TYPE_CHECKING:
-    from pagec.compiler.artifact import Artifact
     from pagec.runtime.server.record import Record
     from pagec.runtime.server.replay import Comparison
 
@@ -58,13 +57,13 @@ def command(
 def replay(records: Sequence[Record], path: Path, threads: int | None) -> list[Comparison]:
     """Runs the requests one by one on an artifact; PagecError if it is not the recorded one, or promises no
     equal bits."""
-    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.artifact import open_artifact
     from pagec.runtime.engine import Engine
     from pagec.runtime.kv.setup import owner_of
     from pagec.runtime.server.replay import check_reproducible, run_again
 
     check_reproducible(path)
-    artifact: Artifact = Artifact.open(path)
+    artifact = open_artifact(path)
     data: Mapping[str, Any] = records[0].data
     if owner_of(artifact, data["weights"]).hex() != data["digest"]:
         raise PagecError(

@@ -1,8 +1,8 @@
 """Devices: what allocates, copies, loads and launches. The only part of the runtime that knows hardware.
 
 A device hands out *memory*: a flat range of bytes that slices like an array (`memory[a:b]`) and is opaque
-to everyone else. A *tensor* is a typed flat view of memory, as kernels take it. Kernel calls are *prepared*
-as a list, once; running the list then takes only numbers of rows.
+to everyone else. Kernel calls are *prepared* as a list, once; running the list then takes only numbers of
+rows. A CPU's kernels take *tensors*, typed flat views of memory, a GPU's take addresses (cuda/).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def copy_runs(copies: Array) -> Iterator[tuple[int, int, int]]:
 
 
 class Device(Protocol):
-    """What the runner, autotune and verify ask of a device."""
+    """What the runtime, autotune and verify ask of any device."""
 
     @property
     def num_workers(self) -> int:
@@ -116,11 +116,15 @@ class Device(Protocol):
     def fill_nan(self, memory: Memory) -> None:
         """Fills memory with NaN, whatever its float type (for tests: nothing may depend on stale bytes)."""
 
+    def free_bytes(self) -> int:
+        """Bytes that may still be allocated."""
+
+
+class TensorDevice(Device, Protocol):
+    """A device whose kernels take tensors."""
+
     def tensor(self, memory: Memory, dtype: str) -> Tensor:
         """A flat view of `memory` as kernel argument; `dtype` is an ElementType."""
 
     def prepare(self, calls: Sequence[KernelCall]) -> Prepared:
         """A list of calls, resolved; ArtifactError if there is no such kernel."""
-
-    def free_bytes(self) -> int:
-        """Bytes that may still be allocated."""

@@ -7,24 +7,29 @@ import json
 import time
 from array import array
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from pagec.compiler.artifact import Artifact, digest
+from pagec.compiler.artifact import Artifact, GpuArtifact, digest
 from pagec.runtime.batch import build_batch
 from pagec.runtime.kv.store import BlockStore
 from pagec.runtime.kv.tiers import Tiers
 from pagec.runtime.preemption import PreemptionCost
-from pagec.runtime.runner import Runner
 from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Request
 from pagec.runtime.weights import RANDOM
+
+if TYPE_CHECKING:
+    from pagec.runtime.gpu.runner import GpuRunner
+    from pagec.runtime.runner import Runner
+
+    AnyRunner = Runner | GpuRunner
 
 DEFAULT_DIR_BYTES: Final = 8 << 30
 
 
 def open_tiers(
-    artifact: Artifact,
-    runner: Runner,
+    artifact: Artifact | GpuArtifact,
+    runner: AnyRunner,
     weights: str | None,
     *,
     kv_dir: Path | None,
@@ -43,7 +48,7 @@ def open_tiers(
     return Tiers(runner, kv.block_bytes, host_bytes=kv_host_bytes, store=store)
 
 
-def owner_of(artifact: Artifact, weights: str | None) -> bytes:
+def owner_of(artifact: Artifact | GpuArtifact, weights: str | None) -> bytes:
     """sha256 of all that decides what a block's bytes mean: the artifact, whose manifest holds the digests
     of its files, the KV layout, and weights that are not the artifact's own."""
     if weights is not None and not weights.startswith(RANDOM):
@@ -52,7 +57,7 @@ def owner_of(artifact: Artifact, weights: str | None) -> bytes:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
-def measure_cost(runner: Runner) -> PreemptionCost:
+def measure_cost(runner: AnyRunner) -> PreemptionCost:
     """The rates of a machine, from a prefill and the copies of some blocks. To be called before any step:
     what it computes goes to the scratch block."""
     program = runner.program

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pagec.compiler.artifact import Artifact
+from pagec.compiler.artifact import open_artifact
 from pagec.compiler.errors import ArtifactError, CapacityError, PagecError, RequestError
 from pagec.runtime.engine import Engine
 from pagec.runtime.llm.answers import Answer, Job, Prompt
@@ -63,7 +63,7 @@ class LLM:
     ) -> None:
         options, claims = engine_options(options)
         path, weights = find_artifact(str(model), weights, capture=not sys.stderr.isatty())
-        artifact = Artifact.open(path)
+        artifact = open_artifact(path)
         check_claims(claims, artifact.program)
         longest = artifact.program.max_len
         if max_model_len is not None and not 1 <= max_model_len <= longest:

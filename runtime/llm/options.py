@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pagec.compiler.errors import PagecError, RequestError
+from pagec.compiler.gpu_program import GpuProgram
 from pagec.compiler.program import Program
 from pagec.runtime.engine import Engine
 
@@ -87,7 +88,7 @@ def engine_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return options, claims
 
 
-def check_claims(claims: Mapping[str, Any], program: Program) -> None:
+def check_claims(claims: Mapping[str, Any], program: Program | GpuProgram) -> None:
     """PagecError for what the artifact is said to be, and is not."""
     remedy = "leave it out, or compile the model for it"
     dtype = claims.get("dtype")

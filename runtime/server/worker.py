@@ -18,10 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from pagec.compiler.artifact import Artifact
+from pagec.compiler.artifact import open_artifact
 from pagec.compiler.errors import ArtifactError, PagecError, RequestError
 from pagec.runtime.engine import Engine
 from pagec.runtime.kv.setup import owner_of
+from pagec.runtime.loading import AnyArtifact
 from pagec.runtime.sampling.beam import BeamSearchParams
 from pagec.runtime.sampling.grammar import GrammarCompiler, GrammarState
 from pagec.runtime.sampling.params import SamplingParams
@@ -81,7 +82,7 @@ class Connection:
 class Grammars:
     """Compiles grammars in a thread of its own: some take long, and others' steps shall not wait."""
 
-    def __init__(self, artifact: Artifact, connection: Connection) -> None:
+    def __init__(self, artifact: AnyArtifact, connection: Connection) -> None:
         tokenizer = artifact.path / TOKENIZER_DIRECTORY / "tokenizer.json"
         eos = GenerationDefaults.read(artifact.path).eos_token_ids
         self._compiler = GrammarCompiler(tokenizer, artifact.program.vocab, eos)
@@ -204,7 +205,7 @@ class Worker:
             self._engine.abort(request, message.choice, "stop")
 
 
-def open_engine(artifact: Artifact, options: Mapping[str, Any]) -> tuple[Engine, Ready]:
+def open_engine(artifact: AnyArtifact, options: Mapping[str, Any]) -> tuple[Engine, Ready]:
     """An engine that has made its first steps: the first request shall not be slower than the others."""
     if options.get("kv_dir") is not None:
         options = {**options, "kv_dir": Path(options["kv_dir"])}
@@ -241,7 +242,7 @@ def serve(connection: Connection) -> None:
     """Opens the engine and runs it to its end."""
     start = _first_message(connection)
     try:
-        artifact = Artifact.open(Path(start.artifact))
+        artifact = open_artifact(Path(start.artifact))
         grammars = Grammars(artifact, connection)  # reads the tokenizer while the engine reads the weights
         engine, ready = open_engine(artifact, start.options)
         grammars.wait()

@@ -18,7 +18,7 @@ from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, kv_wri
 from pagec.compiler.backends.cuda.linear import LinearKnobs, linear_of
 from pagec.compiler.backends.cuda.rowwise import RowwiseKnobs, rowwise
 from pagec.compiler.backends.cuda.sample import sample
-from pagec.compiler.backends.cuda.tokens import argmax, copy_blocks, embed
+from pagec.compiler.backends.cuda.tokens import argmax, copy_blocks, embed, take_tokens
 from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.ops.shapes import expert_lists_width
 from pagec.compiler.passes import Numbers, run_passes
@@ -44,6 +44,8 @@ def cuda_kernels() -> Iterator[CudaKernel]:
     yield from _experts()
     yield sample(128256)
     yield sample(32000, 4096, 16)
+    yield take_tokens(128256)
+    yield take_tokens(32000, 1024)
     yield copy_blocks(16, 2 * 64 * 8 * 64 * 2)
     yield copy_blocks(30, 2 * 16 * 3 * 80 * 2)
 

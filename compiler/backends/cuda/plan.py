@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pagec.compiler.backends.cuda.attention import query_tile
 from pagec.compiler.backends.cuda.emit import CudaKernel
 from pagec.compiler.backends.cuda.knobs import Choice, Chooser
 from pagec.compiler.backends.cuda.lower import Lowering, Settings
-from pagec.compiler.backends.cuda.tokens import copy_blocks
+from pagec.compiler.backends.cuda.tokens import copy_blocks, take_tokens
 from pagec.compiler.dims import Capacity, DType
 from pagec.compiler.errors import CompileError
-from pagec.compiler.gpu_program import GpuKernel, GpuLaunch, GpuProgram, Span
+from pagec.compiler.gpu_program import GpuKernel, GpuLaunch, GpuProgram, Span, When
 from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.launch import Counts
 from pagec.compiler.plan import assign_slots, kv_layout, place_args
@@ -57,8 +57,10 @@ def make_gpu_plan(
         name: made.spans(lowering, nodes, most)
         for name, nodes, most in (("body", body, capacity.T), ("head", head, capacity.R))
     }
+    take = take_tokens(fused.type("logits").inner[0])
     copy = copy_blocks(max(kv.spans, 1), kv.span_bytes)
-    made.kernels[copy.key] = copy
+    made.kernels.update({take.key: take, copy.key: copy})
+    first = GpuLaunch("tokens", take.key, Counts.T.name, TAKE_ARGS)
     uses = [[(tuple(node.values()), node.outputs) for node in nodes] for nodes in (body, head)]
     buffers, slots = assign_slots(fused, uses[0], uses[1])
     per_item = max((shape.heads for shape in attention), default=0)
@@ -82,14 +84,17 @@ def make_gpu_plan(
         kernels=tuple(
             GpuKernel(k.key, k.template, k.params, k.arrays, k.warps, k.stages) for k in made.kernels.values()
         ),
-        body=spans["body"],
+        body=tuple(replace(span, launches=(first, *span.launches)) for span in spans["body"]),
         head=spans["head"],
         copy=GpuLaunch("copy_blocks", copy.key, Counts.COPIES.name, COPY_ARGS),
     )
     return GpuPlan(program, fused, made.kernels, made.choices)
 
 
+TAKE_ARGS: Final = ("step:tokens", "step:chosen")
 COPY_ARGS: Final = ("step:copies", "step:num_blocks", "pool:")
+# Launches that only some steps want, by the op that they compute.
+WANTED: Final[Mapping[str, When]] = {"argmax": "greedy", "sample": "sampled"}
 
 
 def buckets_of(most: int) -> tuple[int, ...]:
@@ -152,6 +157,7 @@ class _Made:
                 call.kernel.key,
                 call.kernel.rows.name,
                 place_args(call.args, self.graph),
+                WANTED.get(node.op, "always"),
             )
             for node, number, call in calls
         )

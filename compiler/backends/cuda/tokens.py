@@ -1,4 +1,4 @@
-"""Kernels without a choice worth a file of its own: embedding, argmax, copies of cache blocks."""
+"""Kernels without a choice worth a file of its own: tokens, embedding, argmax, copies of cache blocks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from pagec.compiler.launch import Counts, GridRule
 
 # Columns that one program of argmax looks through, where there are more.
 ARGMAX_PIECE = 8192
+
+
+def take_tokens(vocab: int, block: int = 256) -> CudaKernel:
+    """Puts what the step before has chosen in the place of tokens below 0."""
+    arrays = (("tokens", "i32"), ("chosen", "i32"))
+    params = {"vocab": vocab, "block": block}
+    return make_kernel("take_tokens", str(vocab), params, arrays, Counts.T, GridRule(block, 1), block // 64)
 
 
 def embed(width: int, dtype: str, out_dtype: str, warps: int = 4) -> CudaKernel:

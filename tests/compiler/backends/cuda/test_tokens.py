@@ -11,7 +11,7 @@ from support.interpret import interpret
 
 from pagec.compiler import ops
 from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, kv_write
-from pagec.compiler.backends.cuda.tokens import argmax, copy_blocks, embed
+from pagec.compiler.backends.cuda.tokens import argmax, copy_blocks, embed, take_tokens
 from pagec.compiler.dims import padded_last, row_stride
 from pagec.compiler.ir import CacheType, Graph, Node, Type
 from pagec.compiler.ops.frequencies import frequencies
@@ -133,3 +133,11 @@ def test_copies_of_blocks() -> None:
     kernel = copy_blocks(spans, 4 * words)
     interpret(kernel, {"copies": copies, "blocks": np.array([blocks], np.int32), "pool": pool}, {"COPIES": 2})
     assert np.array_equal(pool, expected)
+
+
+def test_tokens_that_the_step_before_chose_take_their_places() -> None:
+    """Also those that are none; what is past the step's end stays as it is."""
+    tokens = np.array([7, -1, -4, 3, -2, -3, 9, -1], np.int32)
+    chosen = np.array([40, 99, -1, 12], np.int32)
+    interpret(take_tokens(50, 64), {"tokens": tokens, "chosen": chosen}, {"T": 7})
+    np.testing.assert_array_equal(tokens, [7, 40, 12, 3, 49, 0, 9, -1])
