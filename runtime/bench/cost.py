@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from pagec.compiler.artifact import Artifact
+from pagec.compiler.artifact import Artifact, GpuArtifact
 from pagec.compiler.dims import ITEM_BYTES
 from pagec.compiler.ir import Graph, Node
 
@@ -70,7 +70,7 @@ class ModelCost:
         return self.weights_bytes + sum(a.kv_bytes(position, 1, self.kv_item_bytes) for a in self.layers)
 
 
-def model_cost(artifact: Artifact) -> ModelCost:
+def model_cost(artifact: Artifact | GpuArtifact) -> ModelCost:
     """The costs of an artifact's model."""
     graph, numerics = artifact.graph(), artifact.manifest["numerics"]
     before_attention = _ancestors(graph, [n for n in graph.nodes if n.op == "attention"])

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pagec.compiler.program import Program
+from pagec.compiler.program import Memory
 from pagec.runtime.bench.dry import dry_loop
 from pagec.runtime.bench.workloads import WORKLOADS, Ask, throughput_lengths
 from pagec.runtime.kv.block_manager import BlockManager
@@ -50,7 +50,7 @@ class MemoryFigures:
 class _Pool:
     """A scheduler with a pool that is large enough, or as large as said, and a loop without kernels."""
 
-    def __init__(self, program: Program, num_blocks: int | None, prefix_cache: bool = True) -> None:
+    def __init__(self, program: Memory, num_blocks: int | None, prefix_cache: bool = True) -> None:
         groups = program.kv.groups
         enough = program.capacity.S * program.max_blocks * len(groups) + 1
         windows = [group.window for group in groups]
@@ -70,7 +70,7 @@ class _Pool:
         return [s for request in self.scheduler.running for s in request.sequences]
 
 
-def measure_memory(program: Program, num_blocks: int | None = None) -> MemoryFigures:
+def measure_memory(program: Memory, num_blocks: int | None = None) -> MemoryFigures:
     """Both measurements for a program's limits, KV groups and block size."""
     pool = _Pool(program, num_blocks)
     pool.add(doubled_trace(program.vocab))
@@ -129,7 +129,7 @@ def held_slots(running: Sequence[TokenSequence], block_size: int) -> tuple[int, 
     return len(seen) * block_size, unwritten
 
 
-def _peak_blocks(program: Program, prefix_cache: bool) -> int:
+def _peak_blocks(program: Memory, prefix_cache: bool) -> int:
     """The most blocks used by the requests of `prefix`."""
     pool = _Pool(program, None, prefix_cache)
     pool.add(WORKLOADS["prefix"].asks(program.vocab, seed=0))

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pagec.compiler.artifact import Artifact
+from pagec.compiler.artifact import Artifact, GpuArtifact
+from pagec.runtime.bench.bounds import Bounds, bound, bounds_of
 from pagec.runtime.bench.cost import Chunk
-from pagec.runtime.bench.kernels import Bounds, bound
-from pagec.runtime.bench.limits import Limits, Probes, median_limits
+from pagec.runtime.bench.limits import Limits, median_limits
+from pagec.runtime.bench.probes import open_probes
 from pagec.runtime.bench.summary import rounded
 from pagec.runtime.engine import Engine
 from pagec.runtime.trace import Event, Recorder
@@ -90,10 +91,10 @@ def record_steps(engine: Engine, prompt_tokens: int, batch: int, steps: int) -> 
 
 
 def profile(
-    artifact: Artifact, engine: Engine, prompt_tokens: int, batch: int, steps: int
+    artifact: Artifact | GpuArtifact, engine: Engine, prompt_tokens: int, batch: int, steps: int
 ) -> tuple[list[PhaseProfile], Recorder, Limits]:
     """Profiles of prefill and decoding, the trace that they come from, and the machine's limits."""
-    probes = Probes(engine.device)
+    probes = open_probes(engine)
     measured = [probes.measure()]
     recorder = record_steps(engine, prompt_tokens, batch, steps)
     measured.append(probes.measure())
@@ -101,14 +102,14 @@ def profile(
     return phases(artifact, recorder, limits), recorder, limits
 
 
-def phases(artifact: Artifact, recorder: Recorder, limits: Limits) -> list[PhaseProfile]:
+def phases(artifact: Artifact | GpuArtifact, recorder: Recorder, limits: Limits) -> list[PhaseProfile]:
     """The profile of each phase that occurs in a recording."""
-    bounds = Bounds(artifact)
+    bounds = bounds_of(artifact)
     found = []
     for phase in ("prefill", "decode"):
         chosen = [i for i, shape in enumerate(recorder.steps) if _phase(shape.chunks) == phase]
         if chosen:
-            found.append(_phase_profile(artifact, recorder, bounds, limits, phase, chosen))
+            found.append(_phase_profile(recorder, bounds, limits, phase, chosen))
     return found
 
 
@@ -125,18 +126,16 @@ class _Total:
 
 
 def _phase_profile(
-    artifact: Artifact, recorder: Recorder, bounds: Bounds, limits: Limits, phase: Phase, chosen: list[int]
+    recorder: Recorder, bounds: Bounds, limits: Limits, phase: Phase, chosen: list[int]
 ) -> PhaseProfile:
     steps = set(chosen)
     kernel_events = [e for e in recorder.events if e.step in steps and e.row == "kernels"]
     engine_events = [e for e in recorder.events if e.step in steps and e.row == "engine"]
     step_us = sum(event.duration_us for event in engine_events) / len(steps)
-    templates = {kernel.key: kernel.template for kernel in artifact.program.kernels}
-    launches = {launch.name: launch for launch in (*artifact.program.body, *artifact.program.head)}
 
     def cost(event: Event) -> tuple[int, int]:
         shape = recorder.steps[event.step]
-        return bounds.of(launches[event.name], event.args["rows"], shape.chunks)
+        return bounds.of(event.name, event.args["kernel"], event.args["rows"], shape.chunks)
 
     def grouped(key: Callable[[Event], str], events: Iterable[Event]) -> list[ProfileRow]:
         totals: dict[str, _Total] = {}
@@ -160,7 +159,7 @@ def _phase_profile(
         tokens=sum(recorder.steps[i].num_tokens for i in chosen) / len(steps),
         step_us=step_us,
         kernels=grouped(lambda e: e.args["kernel"], kernel_events),
-        templates=grouped(lambda e: templates[e.args["kernel"]], kernel_events),
+        templates=grouped(lambda e: bounds.templates[e.args["kernel"]], kernel_events),
         engine=own,
     )
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagec.compiler.artifact import Artifact
-from pagec.compiler.program import Launch
+from pagec.compiler.artifact import Artifact, GpuArtifact
 from pagec.runtime.bench.cost import model_cost
-from pagec.runtime.bench.limits import Limits, Probes, median_limits, seconds
+from pagec.runtime.bench.gemms import Gemms, gemms_of
+from pagec.runtime.bench.limits import Limits, median_limits
+from pagec.runtime.bench.probes import open_probes
 from pagec.runtime.bench.summary import Summary, summarise_all, to_json
 from pagec.runtime.bench.workloads import WORKLOADS, Ask, Figures, Timeline, Workload, run_asks
 from pagec.runtime.engine import Engine
-from pagec.runtime.trace import Recorder, StepShape
+from pagec.runtime.trace import Recorder
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,11 +51,11 @@ class Report:
 
 
 def run_workloads(
-    artifact: Artifact, engine: Engine, names: Sequence[str], repeat: int, progress: Progress
+    artifact: Artifact | GpuArtifact, engine: Engine, names: Sequence[str], repeat: int, progress: Progress
 ) -> list[Report]:
     """Runs the workloads in turns, after one of each that does not count."""
-    cost, probes = model_cost(artifact), Probes(engine.device)
-    gemms = Gemms(engine)
+    cost, probes = model_cost(artifact), open_probes(engine)
+    gemms = gemms_of(engine)
     chosen = [WORKLOADS[name] for name in names]
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     measured: list[Limits] = []
@@ -100,24 +101,3 @@ def _figures(workload: Workload, turn: Turn, cost: Any, limits: Limits) -> Figur
     figures[f"gemm_only_{rate}"] = figures[rate] * took / turn.gemm_only_s
     figures["gemm_only_share"] = turn.gemm_only_s / took
     return figures
-
-
-class Gemms:
-    """The program's matrix products as lists of their own."""
-
-    def __init__(self, engine: Engine) -> None:
-        program = engine.program
-        kernels = {kernel.key: kernel.template for kernel in program.kernels}
-
-        def products(launches: Sequence[Launch]) -> list[str]:
-            return [launch.name for launch in launches if "linear" in kernels[launch.variants[-1][1]]]
-
-        self._body = engine.runner.prepare(products(program.body))
-        self._head = engine.runner.prepare(products(program.head))
-        self._counts = engine.runner.head_counts
-
-    def seconds(self, steps: Sequence[StepShape]) -> float:
-        """How long the products of these steps take."""
-        body = sum(seconds(self._body, step.num_tokens, step.num_tiles, 0, 0, 0, 0, 0) for step in steps)
-        counts = [self._counts(rows, want_logits=False) for step in steps for rows in step.head_rows]
-        return body + sum(seconds(self._head, *count) for count in counts)

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from pagec.compiler.program import Program
+from pagec.compiler.program import Memory
 from pagec.runtime.bench.cost import ModelCost
 from pagec.runtime.bench.limits import Limits
 from pagec.runtime.engine import Engine
@@ -73,7 +73,7 @@ class Workload:
         return self.make(np.random.default_rng(seed), vocab)
 
 
-def pool_blocks(names: Iterable[str], program: Program) -> int:
+def pool_blocks(names: Iterable[str], program: Memory) -> int:
     """Blocks that hold each of these workloads' requests at once: so the pool is used over and over again, as
     it is by a service that has run for a while, and not touched anew by every repetition."""
     size, groups = program.kv.block_size, max(len(program.kv.groups), 1)

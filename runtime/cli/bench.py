@@ -20,6 +20,7 @@ from pagec.runtime.cli.console import (
     stderr,
 )
 from pagec.runtime.cli.models import (
+    Graphs,
     ModelOrArtifact,
     Threads,
     Verbose,
@@ -30,7 +31,7 @@ from pagec.runtime.cli.models import (
 )
 
 if TYPE_CHECKING:
-    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.artifact import Artifact, GpuArtifact
     from pagec.runtime.bench.kernels import KernelTime
     from pagec.runtime.bench.limits import Limits
     from pagec.runtime.bench.summary import Summary
@@ -47,7 +48,8 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 def _help() -> None:
     """Measure a model on this machine: greedy, ignoring the end of text, new random tokens every time.
 
-    The read bandwidth and the peak of dot products are measured in the same run, by compiled code.
+    The read bandwidth and the peak of dot products are measured in the same run: on a CPU by compiled code,
+    on a GPU by a copy within its memory and by torch's product of matrices.
 
         [bold]pagec bench latency SmolLM2.gguf --json[/]
     """
@@ -58,12 +60,14 @@ def _command(name: str, title: str, names: Sequence[str]) -> None:
         model: ModelOrArtifact,
         repeat: Repeat = DEFAULT_REPEAT,
         threads: Threads = None,
+        graphs: Graphs = None,
         weights: Weights = None,
         weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
         verbose: Verbose = False,
         as_json: JsonFlag = False,
     ) -> None:
-        _run(names, name == "all", Options(model, repeat, threads, weights, weights_memory, verbose, as_json))
+        options = Options(model, repeat, threads, graphs, weights, weights_memory, verbose, as_json)
+        _run(names, name == "all", options)
 
     command.__doc__ = title
     app.command(name)(command)
@@ -86,19 +90,22 @@ class Options:
     model: str
     repeat: int
     threads: int | None
+    graphs: int | None
     weights: str | None
     weights_memory: WeightsMemory
     verbose: bool
     as_json: bool
 
-    def open(self) -> tuple[Artifact, str | None]:
+    def open(self) -> tuple[Artifact | GpuArtifact, str | None]:
         """The artifact, compiled if need be, and which weights to load."""
-        from pagec.compiler.artifact import Artifact
+        from pagec.compiler.artifact import open_artifact
 
         path, weights = find_artifact(self.model, self.weights)
-        return Artifact.open(path), weights
+        return open_artifact(path), weights
 
-    def engine(self, artifact: Artifact, weights: str | None, num_blocks: int | None = None) -> Engine:
+    def engine(
+        self, artifact: Artifact | GpuArtifact, weights: str | None, num_blocks: int | None = None
+    ) -> Engine:
         from pagec.runtime.engine import Engine
 
         engine = Engine(
@@ -107,6 +114,7 @@ class Options:
             weights=weights,
             weights_memory=self.weights_memory.kind,
             num_blocks=num_blocks,
+            graph_rows=self.graphs,
         )
         if self.verbose:
             print_ledger(engine.ledger)
@@ -117,6 +125,7 @@ class Options:
         """The same choices for `pagec generate`."""
         words = ["--weights-memory", self.weights_memory.value]
         words += ["--threads", str(self.threads)] if self.threads else []
+        words += ["--graphs", str(self.graphs)] if self.graphs is not None else []
         return words + (["--weights", self.weights] if self.weights else [])
 
 
@@ -160,6 +169,7 @@ def startup(
     model: ModelOrArtifact,
     repeat: Repeat = DEFAULT_REPEAT,
     threads: Threads = None,
+    graphs: Graphs = None,
     weights: Weights = None,
     weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
     as_json: JsonFlag = False,
@@ -168,7 +178,7 @@ def startup(
     from pagec.runtime.bench.startup import measure_startup
     from pagec.runtime.bench.summary import to_json
 
-    options = Options(model, repeat, threads, weights, weights_memory, False, as_json)
+    options = Options(model, repeat, threads, graphs, weights, weights_memory, False, as_json)
     artifact, _ = options.open()
     summary = measure_startup(artifact.path, options.child_options, repeat)
     if as_json:
@@ -193,7 +203,7 @@ def kernels(
     """
     from pagec.runtime.bench.kernels import time_kernels
 
-    options = Options(model, repeat, threads, weights, weights_memory, verbose, as_json)
+    options = Options(model, repeat, threads, 0, weights, weights_memory, verbose, as_json)
     artifact, loaded = options.open()
     engine = options.engine(artifact, loaded)
     with progress_display() as progress:

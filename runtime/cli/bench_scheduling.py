@@ -76,10 +76,10 @@ def memory(
 
     For the limits, KV groups and block size of a model. No kernel runs: the numbers are exact.
     """
-    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.artifact import open_artifact
     from pagec.runtime.bench.memory import measure_memory
 
-    program = Artifact.open(find_artifact(model, None)[0]).program
+    program = open_artifact(find_artifact(model, None)[0]).program
     figures = measure_memory(program, num_blocks).to_json()
     if as_json:
         print_json({"workload": "memory", "model": program.model, **figures})
@@ -119,12 +119,12 @@ def host(
 
 
 def _measure(model: str, threads: int | None) -> dict[str, Summary]:
-    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.artifact import open_artifact
     from pagec.runtime.bench.batching import ROWS, measure_batching
     from pagec.runtime.engine import Engine
 
     path, weights = find_artifact(model, None)
-    return measure_batching(Engine(Artifact.open(path), weights=weights, threads=threads, max_seqs=ROWS))
+    return measure_batching(Engine(open_artifact(path), weights=weights, threads=threads, max_seqs=ROWS))
 
 
 def _print_outcomes(outcomes: Sequence[Outcome]) -> None:

@@ -55,6 +55,9 @@ def command(
             "--strict", help="On a GPU: the same bits alone or in a crowd, at some speed. CPUs always do."
         ),
     ] = False,
+    tuned: Annotated[
+        bool, typer.Option("--tuned/--no-tuned", help="With the choices of `pagec tune`'s tables.")
+    ] = True,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Artifact directory.", show_default="a cache")
     ] = None,
@@ -85,7 +88,7 @@ def command(
         output=output,
         ops=tuple(ops or ()),
         strict=strict,
-        tuned=tuned_choices(target, strict),
+        tuned=tuned_choices(target, strict) if tuned else {},
     )
     with progress_display() as progress:
         result = compile_model(options, progress)

@@ -14,6 +14,7 @@ import typer
 
 from pagec.runtime.cli.console import JsonFlag, print_error, print_json, print_ledger, stderr
 from pagec.runtime.cli.models import (
+    Graphs,
     KvBytes,
     KvDir,
     KvDirBytes,
@@ -62,6 +63,7 @@ def command(
     min_p: MinP = 0.0,
     seed: Seed = None,
     threads: Threads = None,
+    graphs: Graphs = None,
     weights: Weights = None,
     weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
     kv_bytes: KvBytes = None,
@@ -92,6 +94,7 @@ def command(
     engine, tokenizer = _load(
         path,
         threads=threads,
+        graph_rows=graphs,
         weights=weights,
         weights_memory=weights_memory.kind,
         kv_bytes=kv_bytes,
@@ -162,10 +165,10 @@ class Answer:
 
 def _load(path: Path, **options: Any) -> tuple[Engine, Tokenizer]:
     """The tokenizer and its library are read while the weights are."""
-    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.artifact import open_artifact
     from pagec.runtime.engine import Engine
 
-    artifact = Artifact.open(path)
+    artifact = open_artifact(path)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(_open_tokenizer, path)
         engine = Engine(artifact, **options)

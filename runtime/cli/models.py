@@ -30,6 +30,16 @@ ModelOrArtifact = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads.", show_default="PAGEC_THREADS, or all cores")
 ]
+Graphs = Annotated[
+    int | None,
+    typer.Option(
+        "--graphs",
+        min=0,
+        help="On a GPU: steps of up to so many new tokens, one of each sequence, are captured as graphs and "
+        "replayed; 0: none.",
+        show_default="the artifact's most sequences",
+    ),
+]
 Weights = Annotated[
     str | None,
     typer.Option(help="PATH of weights, or random:SEED.", show_default="the model's own"),

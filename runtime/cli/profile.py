@@ -41,15 +41,20 @@ def command(
 ) -> None:
     """Time per kernel in steps of prefill and of decoding, beside what bytes and FLOPs allow.
 
+    On a GPU every kernel is launched by itself, where serving replays captured steps: what is faster than a
+    launch seems to take as long as that. `pagec bench kernels` has the kernels' own times.
+
     [bold]pagec profile SmolLM2.gguf --batch 8 -o trace.json[/]
     """
-    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.artifact import open_artifact
     from pagec.runtime.bench.profile import profile
     from pagec.runtime.engine import Engine
 
     path, weights = find_artifact(model, weights)
-    artifact = Artifact.open(path)
-    engine = Engine(artifact, threads=threads, weights=weights, weights_memory=weights_memory.kind)
+    artifact = open_artifact(path)
+    engine = Engine(
+        artifact, threads=threads, weights=weights, weights_memory=weights_memory.kind, graph_rows=0
+    )
     if verbose:
         print_ledger(engine.ledger)
     found, recorder, limits = profile(artifact, engine, prompt_tokens, batch, steps)

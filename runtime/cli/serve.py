@@ -14,6 +14,7 @@ import typer
 from pagec.compiler.errors import PagecError
 from pagec.runtime.cli.console import JsonFlag, print_json, stderr
 from pagec.runtime.cli.models import (
+    Graphs,
     KvBytes,
     KvDir,
     KvDirBytes,
@@ -108,7 +109,9 @@ Names = Annotated[
     typer.Option(help="A name that requests use; may be repeated.", show_default="the model's own"),
 ]
 Policy = Annotated[str, typer.Option(help="Who comes first: fcfs, priority or deadline.")]
-Depth = Annotated[int, typer.Option(min=1, help="Steps in flight.")]
+Depth = Annotated[
+    int | None, typer.Option(min=1, help="Steps in flight.", show_default="1 on a CPU, 2 on a GPU")
+]
 MaxSeqs = Annotated[
     int | None, typer.Option(min=1, help="Sequences that run at once.", show_default="the artifact's")
 ]
@@ -139,7 +142,7 @@ def command(
     api_key: ApiKeys = None,
     served_model_name: Names = None,
     policy: Policy = "fcfs",
-    depth: Depth = 1,
+    depth: Depth = None,
     max_seqs: MaxSeqs = None,
     max_queue: MaxQueue = 256,
     prefill_chunk: PrefillChunk = None,
@@ -149,6 +152,7 @@ def command(
     max_body_bytes: MaxBodyBytes = 16 << 20,
     drain_seconds: DrainSeconds = 30.0,
     threads: Threads = None,
+    graphs: Graphs = None,
     weights: Weights = None,
     weights_memory: WeightsMemoryOption = WeightsMemory.COPY,
     kv_bytes: KvBytes = None,
@@ -175,6 +179,7 @@ def command(
         path.resolve(),
         {
             "threads": threads,
+            "graph_rows": graphs,
             "weights": weights,
             "weights_memory": weights_memory.kind,
             "kv_bytes": kv_bytes,

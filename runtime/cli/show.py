@@ -48,9 +48,14 @@ def command(
 
         show_gpu(what.value, model, target, strict, ops or (), as_json)
         return
+    from pagec.compiler.artifact import Artifact
+    from pagec.compiler.driver import CompileOptions
     from pagec.compiler.show import show
+    from pagec.runtime.cli.tuned import tuned_choices
 
-    typer.echo(show(what.value, model, as_json, ops or (), target), nl=False)
+    tuned = {} if Artifact.is_artifact(Path(model)) else tuned_choices(target)
+    options = CompileOptions(model=model, target=target, ops=tuple(ops or ()), tuned=tuned)
+    typer.echo(show(what.value, options, as_json), nl=False)
 
 
 def _show_manifest(path: Path, as_json: bool) -> None:

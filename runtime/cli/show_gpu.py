@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def show_gpu(what: str, model: str, target: str, strict: bool, ops: Iterable[Path], as_json: bool) -> None:
     """`what`: graph, fused, plan or kernels."""
     from pagec.compiler.driver import CompileOptions
+    from pagec.compiler.fusion import format_fusion, fusion_rows
     from pagec.compiler.ir import format_graph, to_json
     from pagec.compiler.show_gpu import format_plan, load_gpu_graphs, load_gpu_model, plan_rows
     from pagec.compiler.user_ops import load_ops
@@ -34,9 +35,9 @@ def show_gpu(what: str, model: str, target: str, strict: bool, ops: Iterable[Pat
     graph, fused, program = load_gpu_graphs(options)
     if what == "plan":
         if as_json:
-            print_json(plan_rows(program), indent=2)
+            print_json({**plan_rows(program), "fusion": fusion_rows(fused, None)}, indent=2)
         else:
-            typer.echo(format_plan(program), nl=False)
+            typer.echo(f"{format_plan(program)}\n{format_fusion(fused, None)}", nl=False)
         return
     chosen = graph if what == "graph" else fused
     if as_json:

@@ -15,7 +15,7 @@ from pagec.runtime.cli.console import JsonFlag, print_json, progress_display
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pagec.runtime.cli.verification import Row
+    from pagec.runtime.cli.verification.row import Row
 
 
 def command(
@@ -55,22 +55,31 @@ def verify_artifact(
     progress: Callable[[str, int, int], None],
 ) -> list[Row]:
     """Compares and measures; raises ArtifactError if the artifact cannot be opened."""
+    from pagec.compiler.artifact import Artifact, open_artifact
     from pagec.compiler.user_ops import load_ops
-    from pagec.runtime.cli.verification import Verification
 
     load_ops(ops)
-    return Verification(path, weights, seed).run(progress)
+    artifact = open_artifact(path)
+    if isinstance(artifact, Artifact):
+        from pagec.runtime.cli.verification.cpu import CpuVerification
+
+        return CpuVerification(artifact, weights, seed).run(progress)
+    from pagec.runtime.cli.verification.gpu import GpuVerification
+
+    return GpuVerification(artifact, weights, seed).run(progress)
 
 
 def _table(rows: Sequence[Row]) -> Table:
     """One line per kernel: the numbers of rows that were tried, and the worst of them."""
     from rich.table import Table
 
+    from pagec.runtime.cli.verification.row import worse
+
     table = Table("kernel", "rows tried", "largest error", "of the bound", "")
     table.columns[0].no_wrap = True
     for subject in dict.fromkeys(row.subject for row in rows):
         own = [row for row in rows if row.subject == subject]
-        worst = max(own, key=lambda row: (row.of_bound != row.of_bound, row.of_bound))
+        worst = worse(*own)
         verdict = "[green]ok[/]" if worst.ok else "[bold red]out of bounds[/]"
         tried = ", ".join(str(row.num_rows) for row in own)
         error = max(row.error for row in own)

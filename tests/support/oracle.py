@@ -15,6 +15,7 @@ import transformers
 
 from pagec.compiler.driver import CompileOptions, compile_model
 from pagec.runtime.engine import Engine
+from pagec.runtime.runner import Runner
 
 LENGTHS = (1, 15, 16, 17, 600, 600)
 SIZES: dict[str, Any] = {
@@ -111,7 +112,9 @@ def theirs_with_choices(model: Any, inputs: Sequence[Sequence[int]]) -> tuple[to
 def ours_with_choices(artifact: Path, inputs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Choices]:
     """pagec's logits, and the experts that it chooses, read after the launch that chooses them."""
     engine = Engine(artifact, num_blocks=2000)
-    runner, program = engine.runner, engine.program
+    runner = engine.runner
+    assert isinstance(runner, Runner)
+    program = runner.program
     layers = [b for b in program.buffers if b.dtype == "i32" and b.name.endswith(".e")]
     seen: dict[str, list[Any]] = {b.name: [] for b in layers}
     by_launch = {b.name: b for b in layers}

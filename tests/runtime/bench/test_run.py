@@ -11,10 +11,15 @@ import pytest
 
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import ArtifactError, CapacityError, PagecError
-from pagec.runtime.bench.kernels import Bounds, bound, make_entries, time_kernels
-from pagec.runtime.bench.limits import Limits, Probes
+from pagec.runtime.bench import limits
+from pagec.runtime.bench.bounds import bound, bounds_of
+from pagec.runtime.bench.cases import make_entries
+from pagec.runtime.bench.gemms import gemms_of
+from pagec.runtime.bench.kernels import time_kernels
+from pagec.runtime.bench.limits import Limits
+from pagec.runtime.bench.probes import open_probes
 from pagec.runtime.bench.profile import phases, record_steps
-from pagec.runtime.bench.run import Gemms, run_workloads
+from pagec.runtime.bench.run import run_workloads
 from pagec.runtime.bench.startup import first_output_s, measure_startup
 from pagec.runtime.engine import Engine
 
@@ -34,7 +39,7 @@ def engine(artifact: Artifact) -> Engine:
 @pytest.fixture(autouse=True)
 def a_small_area(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bandwidth of a gigabyte is of no interest here."""
-    monkeypatch.setattr(Probes.__init__, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 20)
 
 
 def ignore(*_: object) -> None:
@@ -58,7 +63,7 @@ def test_each_figure_of_each_workload(artifact: Artifact, engine: Engine) -> Non
 
 def test_matrix_products_alone_are_all_linears(artifact: Artifact, engine: Engine) -> None:
     recorder = record_steps(engine, 5, 2, 1)
-    assert Gemms(engine).seconds(recorder.steps) > 0
+    assert gemms_of(engine).seconds(recorder.steps) > 0
     templates = {kernel.template for kernel in artifact.program.kernels}
     assert any("linear" in template for template in templates)
 
@@ -77,17 +82,17 @@ def test_every_kernel_is_timed_at_every_row_count(artifact: Artifact, engine: En
 
 
 def test_bounds(artifact: Artifact) -> None:
-    bounds, program = Bounds(artifact), artifact.program
+    bounds, program = bounds_of(artifact), artifact.program
     kernels = {kernel.key: kernel for kernel in program.kernels}
     linear = next(launch for launch in program.body if kernels[launch.key_for(9)].template == "linear")
     kernel = kernels[linear.key_for(9)]
-    assert bounds.of(linear, 9, []) == (
+    assert bounds.of(linear.name, kernel.key, 9, []) == (
         kernel.bytes_fixed + 9 * kernel.bytes_per_row,
         9 * kernel.flops_per_row,
     )
     attention = next(launch for launch in program.body if launch.rows == "tiles")
     kernel = kernels[attention.key_for(1)]
-    nbytes, flops = bounds.of(attention, 1, [(9, 1), (19, 1)])
+    nbytes, flops = bounds.of(attention.name, kernel.key, 1, [(9, 1), (19, 1)])
     assert nbytes == 30 * 2 * 2 * 16 * 2 + 2 * kernel.bytes_per_row
     assert flops == 30 * 4 * 4 * 16
     assert bound(2e9, 1e10, LIMITS) == (2e6, "memory")
@@ -126,7 +131,7 @@ def test_a_profile_accounts_for_whole_steps(artifact: Artifact, engine: Engine) 
 def test_too_little_memory_for_the_bandwidth_names_both_numbers(engine: Engine, monkeypatch: Any) -> None:
     monkeypatch.setattr(type(engine.device), "free_bytes", lambda _: 1000)
     with pytest.raises(CapacityError, match=r"1048576 bytes; 1000 are free"):
-        Probes(engine.device)
+        open_probes(engine)
 
 
 def test_startup_waits_for_the_first_byte() -> None:
