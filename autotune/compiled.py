@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagec.autotune.prediction import Point
-from pagec.autotune.problem import Decode, Linear, Problem
+from pagec.autotune.problem import Decode, Linear, Prefill, Problem
 from pagec.autotune.space import BLOCK_SIZE, MAX_LEN, SPACES
 from pagec.compiler.backends.cuda.attention import AttentionShape, DecodeKnobs, PrefillKnobs, decode, prefill
 from pagec.compiler.backends.cuda.build import Progress, compile_all
@@ -27,14 +27,17 @@ def kernel_of(problem: Problem, point: Point) -> CudaKernel:
         own: dict[str, Any] = {**_own(problem, point), "tma": bool(point["tma"])}
         knobs = LinearKnobs(**own)
         return linear(shape, plain(shape, "bf16"), knobs)[0]
-    block = point.get("block_size", BLOCK_SIZE)
-    sizes = problem.heads, problem.kv_heads, problem.head_dim
-    scale = problem.head_dim**-0.5
-    attention = AttentionShape(*sizes, "bf16", "bf16", scale, block, MAX_LEN)
+    attention = attention_shape(problem, point.get("block_size", BLOCK_SIZE))
     if isinstance(problem, Decode):
         taken = {knob: value for knob, value in _own(problem, point).items() if knob != "block_size"}
         return decode(attention, DecodeKnobs(**taken))
     return prefill(attention, PrefillKnobs(**_own(problem, point)))
+
+
+def attention_shape(problem: Prefill | Decode, block_size: int = BLOCK_SIZE) -> AttentionShape:
+    """A problem's attention over cache blocks of `block_size` tokens."""
+    sizes = problem.heads, problem.kv_heads, problem.head_dim
+    return AttentionShape(*sizes, "bf16", "bf16", problem.head_dim**-0.5, block_size, MAX_LEN)
 
 
 def _own(problem: Problem, point: Point) -> dict[str, int]:

@@ -1,13 +1,13 @@
 """Measured tuning on this CPU: the schedule knobs of a model's linears and attentions.
 
 Every candidate's results are compared with the untuned kernel's, byte by byte; one that differs is dropped. A
-winner beats the untuned kernel by more than the noise, twice; where none does, the untuned one is what the
-table holds. Choices are for every number of rows, and the same in strict programs: no knob changes a bit.
+winner beats the untuned kernel by more than the noise, twice, and is slower for none of the timed numbers of
+rows; where there is none, the untuned one is what the table holds. Choices are for every number of rows, and
+the same in strict programs: no knob changes a bit.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Final
 
 from pagec.autotune.cpu_bench import CONTEXT, Bench, Case
-from pagec.autotune.cpu_space import MOST_ROWS, Subject, point_of, subjects, variants
-from pagec.autotune.fingerprint import machine_name, template_hash
+from pagec.autotune.cpu_space import Subject, point_of, subjects, variants
+from pagec.autotune.fingerprint import cpu_versions, machine_name, template_hash
 from pagec.autotune.measure import Sample, winner
 from pagec.autotune.table import MODES, Choice, Entry, Table
 from pagec.compiler.backends.cpu.build import Progress, build_library
 from pagec.compiler.backends.cpu.emit import emit_all
+from pagec.compiler.backends.cpu.knobs import MOST_ROWS
 from pagec.compiler.backends.targets import load_cpu_target
 from pagec.compiler.driver import CompileOptions, find_source, plan_model
 from pagec.compiler.program import Kernel, Launch, Program
@@ -76,10 +77,7 @@ def tune_cpu(
                 tuner = _Tuner(Bench(plan.program, device), target, effort)
                 entries[subject.kind][subject.key] = tuner.entry(subject)
         progress("time kernels", len(work), len(work))
-    versions = {
-        "apache-tvm": importlib.metadata.version("apache-tvm"),
-        "threads": str(device.num_workers),
-    }
+    versions = cpu_versions(device.num_workers)
     return [
         Table(target.name, kind, template_hash("cpu", kind), versions, found, machine_name())
         for kind, found in entries.items()
@@ -118,10 +116,9 @@ class _Tuner:
             choices = [_choice(0, self._best(subject, self._attention_cases()))]
         else:
             buckets = self._buckets(subject)
-            choices = [
-                _choice(0 if bucket is buckets[-1] else bucket[1], self._best(subject, _ends(*bucket)))
-                for bucket in buckets
-            ]
+            found = [self._best(subject, self._rows(subject, *bucket)) for bucket in buckets]
+            limits = [*(greatest for _, greatest in buckets[:-1]), 0]
+            choices = [_choice(limit, one) for limit, one in zip(limits, found, strict=True)]
         return Entry("measured", dict.fromkeys(MODES, tuple(choices)))
 
     def _buckets(self, subject: Subject) -> list[tuple[int, int]]:
@@ -132,23 +129,41 @@ class _Tuner:
         greatest = [*sorted(n for n in limits if n < most), most]
         return list(zip((1, *(n + 1 for n in greatest)), greatest, strict=False))
 
+    def _rows(self, subject: Subject, least: int, greatest: int) -> list[Case]:
+        """A bucket is timed at both ends and between them, where the untuned tile fits exactly: another one
+        may be good for some number of rows and poor for the next."""
+        tile = int(self._untuned(subject, greatest).params["MB"])
+        third = (greatest - least) / 3
+        between = {round((least + n * third) / tile) * tile for n in (1, 2)}
+        rows = {least, greatest} | {n for n in between if least < n < greatest}
+        return [Case(n, f"{n} rows") for n in sorted(rows)]
+
+    def _untuned(self, subject: Subject, rows: int) -> Kernel:
+        kernels = {kernel.key: kernel for kernel in self.bench.program.kernels}
+        return subject.kernel(kernels, rows)
+
     def _attention_cases(self) -> list[Case]:
-        """One decoding sequence, as many as there can be, a prompt."""
+        """One decoding sequence and as many as there can be, of few tokens and of more; a prompt's chunks."""
         program = self.bench.program
-        context, sequences = min(CONTEXT, program.max_len) - 1, program.capacity.S
-        new = min(program.capacity.T, context)
+        T, S = program.capacity.T, program.capacity.S
+        context = min(CONTEXT, program.max_len) - 1
+        shapes = [(n, before, 1) for n in (1, S) for before in (context // 4, context)]
+        shapes += [(1, 0, min(T, context)), (1, context, min(T, program.max_len - context))]
         return [
-            Case(1, f"1 x 1 at {context}", ((context, 1),)),
-            Case(sequences, f"{sequences} x 1 at {context}", ((context, 1),) * sequences),
-            Case(-(-new // program.query_tile), f"1 x {new} at 0", ((0, new),)),
+            Case(n * -(-new // program.query_tile), f"{n} x {new} at {before}", ((before, new),) * n)
+            for n, before, new in dict.fromkeys(shapes)
         ]
 
     def _best(self, subject: Subject, cases: Sequence[Case]) -> Found:
         """The kernel that is best over these cases."""
-        kernels = {kernel.key: kernel for kernel in self.bench.program.kernels}
-        baseline = subject.kernel(kernels, cases[0].rows)
-        fitting = [k for k in variants(baseline, self.target) if worth_trying(k, cases[-1].rows)]
-        candidates = [baseline, *(k for k in fitting if self._same(subject, k, baseline, cases))]
+        baseline, first = self._untuned(subject, cases[0].rows), subject.launches[0]
+        expected = [self.bench.result(first, baseline, case) for case in cases]
+        candidates = [baseline]
+        for kernel in variants(baseline, self.target):
+            if worth_trying(kernel, cases[-1].rows):
+                stored = (self.bench.result(first, kernel, case) for case in cases)
+                if all(one == other for one, other in zip(stored, expected, strict=True)):
+                    candidates.append(kernel)
         runs, counts = [], []
         for case in cases:
             launches = self._launches(subject, baseline, case)
@@ -163,14 +178,6 @@ class _Tuner:
             [_each(one, count) for one, count in zip(base, counts, strict=True)],
         )
 
-    def _same(self, subject: Subject, kernel: Kernel, baseline: Kernel, cases: Sequence[Case]) -> bool:
-        """Whether the results are the baseline's, bit by bit."""
-        first = subject.launches[0]
-        return all(
-            self.bench.result(first, kernel, case) == self.bench.result(first, baseline, case)
-            for case in cases
-        )
-
     def _launches(self, subject: Subject, kernel: Kernel, case: Case) -> tuple[Launch, ...]:
         """As many as read more than the caches hold, or fewer where one takes long."""
         each = max(self.bench.weight_bytes(subject.launches[0]), 1)
@@ -178,11 +185,6 @@ class _Tuner:
         once = self.bench.run(launches[:1], kernel, case)
         seconds = min(once(), once())
         return launches[: max(LEAST_LAUNCHES, int(RUN_S / max(seconds, 1e-9)))]
-
-
-def _ends(least: int, greatest: int) -> list[Case]:
-    """A bucket is timed at both ends: a tile that is good for many rows may be poor for few."""
-    return [Case(n, f"{n} rows") for n in sorted({least, greatest})]
 
 
 def worth_trying(kernel: Kernel, rows: int) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from pagec.compiler.dims import ITEM_BYTES, DType
 from pagec.compiler.packing import to_bf16
 from pagec.compiler.program import Buffer, Kernel, Launch, Program
-from pagec.runtime.device import Device, KernelCall, Memory, Prepared
+from pagec.runtime.device import KernelCall, Memory, Prepared, TensorDevice
 
 # Random bytes are made once and laid down again and again.
 PATTERN_ELEMENTS: Final = 1 << 18
@@ -37,7 +37,7 @@ class Bench:
     """Memory for launches of a program, by argument, and their kernels' calls."""
 
     program: Program
-    device: Device
+    device: TensorDevice
     _memory: dict[tuple[str, str], Memory] = field(default_factory=dict)
     _patterns: dict[DType, Any] = field(default_factory=dict)
 

@@ -1,29 +1,18 @@
-"""The CPU kernels' schedule knobs, and a kernel's variants.
-
-    linear      MB     rows of a register tile, for each bucket of rows
-    attention   RM     rows of a register tile; KV vectors of keys, OV vectors of the head beside it
-
-None of them changes a bit: sums along K and along keys keep their order. The columns of a linear's tile (NT)
-are a property of the packed weights, the key tile and split of attention are numeric: they are not tuned.
-"""
+"""What can be tuned of a CPU program, and a kernel's variants (see compiler/backends/cpu/knobs.py)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from pagec.autotune.prediction import Point
 from pagec.compiler.backends.cpu.calls import kernel_name
-from pagec.compiler.backends.cpu.tiles import fits
+from pagec.compiler.backends.cpu.knobs import KNOBS, attention_points, linear_points
 from pagec.compiler.program import Kernel, Launch, Program
 from pagec.compiler.target import CpuTarget
 
-KNOBS: Final[Mapping[str, tuple[str, ...]]] = {"linear": ("MB",), "attention": ("RM", "KV", "OV")}
-MOST_ROWS: Final = 8
-# Words that a cache line and a block of keys hold: vectors come in whole ones.
-LINE: Final = 16
 _KEY: Final = re.compile(r"^[a-z]+_(.+?)(?:_m\d+)?_[0-9a-f]{6}$")
 
 
@@ -80,22 +69,8 @@ def variant(kernel: Kernel, point: Point, target: CpuTarget) -> Kernel:
     return replace(kernel, key=key, symbol=key, params=params)
 
 
-def _points(kernel: Kernel, target: CpuTarget) -> Iterator[Point]:
-    p: Mapping[str, Any] = kernel.params
-    if kernel.template == "linear":
-        if not p["before"]:  # that keeps the normed rows of one tile
-            for rows in range(1, MOST_ROWS + 1):
-                if fits(target, rows, p["NT"] // target.lanes):
-                    yield {"MB": rows}
-        return
-    keys, dims = p["BN"] // target.lanes, p["DP"] // target.lanes
-    for rows in range(2, min(MOST_ROWS, target.lanes) + 1):
-        for wide in _vectors(keys, target):
-            for deep in _vectors(dims, target):
-                if fits(target, rows, wide) and fits(target, rows, deep):
-                    yield {"RM": rows, "KV": wide, "OV": deep}
-
-
-def _vectors(whole: int, target: CpuTarget) -> list[int]:
-    """Numbers of vectors that divide so many, in whole lines."""
-    return [n for n in range(1, whole + 1) if whole % n == 0 and n * target.lanes % LINE == 0]
+def _points(kernel: Kernel, target: CpuTarget) -> list[Point]:
+    if kernel.template == "attention":
+        return attention_points(target, kernel.params["DP"])
+    # With a norm before it a linear keeps the normed rows of one tile.
+    return [] if kernel.params["before"] else linear_points(target)

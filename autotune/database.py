@@ -37,7 +37,7 @@ class Database:
         shipped: Path | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
-        self.target, self._backend = target, backend
+        self.target, self.backend = target, backend
         self._roots = [cache / DIRECTORY] if cache else []
         self._roots.append(shipped or shipped_root())
         self._versions = dict(versions or {})
@@ -87,7 +87,7 @@ class Database:
     def _why_not(self, table: Table, kind: str) -> str:
         if (table.target, table.kind) != (self.target, kind):
             return f"it is of {table.kind} on {table.target}"
-        if table.template != template_hash(self._backend, kind):
+        if table.template != template_hash(self.backend, kind):
             return f"the template of {kind} has changed since; tune again"
         if table.machine and table.machine != machine_name():
             return f"it was measured on another CPU ({table.machine}); tune again on this one"

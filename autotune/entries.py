@@ -1,13 +1,14 @@
 """From a shape to its entries: choices for each bucket of rows, by the cost model and perhaps the compiler.
 
-With a compiler a choice stands only if the compiler agrees: what is chosen is compiled and judged anew by the
-registers and shared memory that it reports, until everything chosen has been compiled.
+With a compiler a choice stands only if the compiler agrees: what is chosen, and the `best` of each bucket,
+is compiled and judged anew by the registers and shared memory that it reports, until all of it is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import product
 from typing import Any, Final, Protocol
 
 from pagec.autotune import decode, search
@@ -54,7 +55,9 @@ def linear_buckets(n: int, k: int) -> list[Bucket]:
 # ------------------------------------------------------------------------------------- choosing
 
 
-def linear_entry(buckets: Sequence[Bucket], target: CudaTarget, compiler: Compiler | None = None) -> Entry:
+def linear_entry(
+    buckets: Sequence[Bucket], target: CudaTarget, compiler: Compiler | None = None, best: int = 0
+) -> Entry:
     """Choices for each bucket, and with one BK, number of splits and matrix instruction for all."""
     problems = [problem for _, problem in buckets]
 
@@ -64,7 +67,7 @@ def linear_entry(buckets: Sequence[Bucket], target: CudaTarget, compiler: Compil
 
     lists = {"linear": [search.candidates(problem, target) for problem in problems]}
     of = {"default": ("linear", problems), "strict": ("linear", problems)}
-    chosen = _settled(lists, pick, of, target, compiler)
+    chosen = _settled(lists, pick, of, target, compiler, best)
     return _entry(buckets, target, chosen["default"], chosen["strict"])
 
 
@@ -73,16 +76,17 @@ def attention_entries(
     decoding: Sequence[Bucket],
     target: CudaTarget,
     compiler: Compiler | None = None,
+    best: int = 0,
 ) -> tuple[Entry, Entry]:
     """Entries of prefill and decode. They share a program's cache blocks; strict ones BN and split, too."""
     first, second = [problem for _, problem in prefill], [problem for _, problem in decoding]
-    split = max(SPACES["attention_decode"].knobs["split"])
-    points = [{**point, "split": split} for point in SPACES["attention_prefill"].points()]
+    splits = SPACES["attention_decode"].knobs["split"]
+    points = [{**point, "split": split} for split in splits for point in SPACES["attention_prefill"].points()]
 
     def pick(lists: Lists) -> dict[str, list[Candidate]]:
-        block = best_block(decoding, lists["decode"])
+        block = best_blocks(decoding, lists["decode"])[0]
         of_block = [[one for one in found if one.point["block_size"] == block] for found in lists["decode"]]
-        strict = _strict_attention(lists["split prefill"], of_block)
+        strict = strict_pairs(lists["split prefill"], of_block)[0]
         return {
             "prefill": search.choose(lists["prefill"]),
             "split prefill": strict[0],
@@ -92,7 +96,6 @@ def attention_entries(
 
     lists = {
         "prefill": [search.candidates(problem, target) for problem in first],
-        # How long a split is does not show in the time of prefill, or in what it takes.
         "split prefill": [search.candidates(problem, target, points) for problem in first],
         "decode": [search.candidates(problem, target) for problem in second],
     }
@@ -102,18 +105,16 @@ def attention_entries(
         "decode": ("decode", second),
         "strict decode": ("decode", second),
     }
-    chosen = _settled(lists, pick, of, target, compiler)
-    bn_split = {knob: chosen["strict decode"][0].point[knob] for knob in ("BN", "split")}
-    strict = [replace(one, point={**one.point, **bn_split}) for one in chosen["split prefill"]]
+    chosen = _settled(lists, pick, of, target, compiler, best)
     decodes = [[search.with_programs(one) for one in chosen[name]] for name in ("decode", "strict decode")]
     return (
-        _entry(prefill, target, chosen["prefill"], strict),
+        _entry(prefill, target, chosen["prefill"], chosen["split prefill"]),
         _entry(decoding, target, *decodes),
     )
 
 
-def best_block(buckets: Sequence[Bucket], found: Sequence[Sequence[Candidate]]) -> int:
-    """The block size: least time, over all buckets, by sequence that the pool holds."""
+def best_blocks(buckets: Sequence[Bucket], found: Sequence[Sequence[Candidate]]) -> list[int]:
+    """Block sizes, the best first: by time, over all buckets, by sequence that the pool holds."""
     costs: dict[int, list[float]] = {}
     for (_, problem), ranked in zip(buckets, found, strict=True):
         assert isinstance(problem, Decode)
@@ -124,24 +125,19 @@ def best_block(buckets: Sequence[Bucket], found: Sequence[Sequence[Candidate]]) 
         for size, one in best.items():
             costs.setdefault(size, []).append(one.us * (1 + decode.empty_share(problem, one.point)))
     means = {size: search.mean(us) for size, us in sorted(costs.items()) if len(us) == len(buckets)}
-    return min(means, key=lambda size: means[size])
+    return sorted(means, key=lambda size: means[size])
 
 
-def _strict_attention(prefill: Found, decoding: Found) -> tuple[list[Candidate], list[Candidate]]:
-    """Keys of a tile and of a split that serve both kernels best."""
-    best: tuple[float, list[Candidate], list[Candidate]] | None = None
+def strict_pairs(prefill: Found, decoding: Found) -> list[tuple[list[Candidate], list[Candidate]]]:
+    """Candidates of both kernels by keys of a tile and of a split; what serves both best comes first."""
+    found: list[tuple[list[Candidate], list[Candidate]]] = []
     knobs = SPACES["attention_decode"].knobs
-    for bn in knobs["BN"]:
-        first = _firsts(prefill, {"BN": bn})
-        for split in knobs["split"]:
-            second = _firsts(decoding, {"BN": bn, "split": split})
-            if len(first) < len(prefill) or len(second) < len(decoding):
-                continue
-            cost = search.mean([search.mean_us(first), search.mean_us(second)])
-            if best is None or cost < best[0]:
-                best = cost, first, second
-    assert best is not None, "no tile of keys serves prefill and decode"
-    return best[1], best[2]
+    for bn, split in product(knobs["BN"], knobs["split"]):
+        first, second = (_firsts(one, {"BN": bn, "split": split}) for one in (prefill, decoding))
+        if len(first) == len(prefill) and len(second) == len(decoding):
+            found.append((first, second))
+    assert found, "no tile of keys serves prefill and decode"
+    return sorted(found, key=lambda both: search.mean([search.mean_us(one) for one in both]))
 
 
 def _firsts(found: Found, knobs: Mapping[str, int]) -> list[Candidate]:
@@ -159,6 +155,7 @@ def _settled(
     of: Mapping[str, tuple[str, Sequence[Problem]]],
     target: CudaTarget,
     compiler: Compiler | None,
+    best: int,
 ) -> dict[str, list[Candidate]]:
     """What is picked, once the compiler has seen all of it. `of`: which list and problems a pick is from."""
     chosen = pick(lists)
@@ -167,6 +164,13 @@ def _settled(
             (problem, one.point)
             for name, ones in chosen.items()
             for problem, one in zip(of[name][1], ones, strict=True)
+        ]
+        asked += [
+            (problem, one.point)
+            for name, problems in dict(of.values()).items()
+            for problem, found in zip(problems, lists[name], strict=True)
+            for one in found[:best]
+            if one.prediction is not None
         ]
         fresh = compiler.resources(asked)
         if not fresh:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,9 +18,11 @@ _NEEDS: Final = re.compile(r"{%-?\s*(?:extends|import|include|from)\s+\"([\w/.]+
 
 
 def template_hash(backend: Backend, kind: str) -> str:
-    """Of a kernel's template and all that it extends or imports."""
+    """Of a kernel's template and all that it extends or imports; of a CPU's also the vector library."""
     root = Path(templates.__file__).parent
     todo, texts = [f"{backend}/{kind}.py.jinja"], dict[str, str]()
+    if backend == "cpu":
+        todo.append("cpu/vector.ll.jinja")
     while todo:
         name = todo.pop()
         if name not in texts:
@@ -26,6 +30,14 @@ def template_hash(backend: Backend, kind: str) -> str:
             todo += _NEEDS.findall(texts[name])
     whole = "".join(f"{name}\n{texts[name]}" for name in sorted(texts))
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+def cpu_versions(threads: int) -> dict[str, str]:
+    """Of what times on a CPU depend on beside it: the compiler, if it is here, and the number of threads."""
+    versions = {"threads": str(threads)}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        versions["apache-tvm"] = importlib.metadata.version("apache-tvm")
+    return versions
 
 
 def machine_name() -> str:

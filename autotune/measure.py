@@ -5,7 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+# A share of the baseline's time: a greater loss counts even where the noise is greater still.
+HIDDEN: Final = 0.01
+# Runs by which candidates are screened, and how much slower than the baseline is too slow to go on with.
+SCREENED: Final = 3
+FAR: Final = 1.2
 # Runs once and says how long that took, in seconds.
 Run = Callable[[], float]
 
@@ -46,31 +52,50 @@ def beats(one: Sample, baseline: Sample) -> bool:
     return baseline.median_us - one.median_us > max(one.spread_us, baseline.spread_us)
 
 
+def slows(one: Sample, baseline: Sample) -> bool:
+    """Whether one is slower than the baseline: by more than the noise, or more than noise may hide."""
+    return beats(baseline, one) or one.median_us > (1 + HIDDEN) * baseline.median_us
+
+
 def winner(cases: Sequence[Sequence[Run]], rounds: int) -> tuple[int, list[Sample], list[Sample]]:
     """(which, its samples, the baseline's) of the candidate that is best over all cases.
 
-    cases[i][0] is the baseline. The best has the least geometric mean of those that no case slows down by
-    more than the noise, and beats the baseline in some. The best of many is partly the luckiest, so it meets
-    the baseline once more, alone, and has to win again.
+    cases[i][0] is the baseline. The best has the least geometric mean of those that slow down no case, and
+    beats the baseline in some. The best of many is partly the luckiest, so it meets the baseline once more,
+    alone, and has to win again.
     """
-    found = [interleaved(runs, rounds) for runs in cases]
+    kept = hopeful(cases)
+    found = [interleaved([runs[number] for number in kept], rounds) for runs in cases]
     baseline = [samples[0] for samples in found]
-    best = min(range(len(cases[0])), key=lambda number: _mean_ratio([s[number] for s in found], baseline))
-    if best == 0 or not _wins([samples[best] for samples in found], baseline):
+    place = min(range(len(kept)), key=lambda at: _mean_ratio([s[at] for s in found], baseline))
+    best = kept[place]
+    if best == 0 or not _wins([samples[place] for samples in found], baseline):
         return 0, baseline, baseline
     again = [interleaved([runs[0], runs[best]], rounds) for runs in cases]
     baseline, samples = [pair[0] for pair in again], [pair[1] for pair in again]
     return (best, samples, baseline) if _wins(samples, baseline) else (0, baseline, baseline)
 
 
+def hopeful(cases: Sequence[Sequence[Run]]) -> list[int]:
+    """The baseline and the candidates that slow no case down by far, by a few runs each."""
+    kept = list(range(len(cases[0])))
+    for runs in cases:
+        times: dict[int, list[float]] = {number: [] for number in kept}
+        for _ in range(SCREENED):
+            for number in kept:
+                times[number].append(runs[number]())
+        kept = [number for number in kept if min(times[number]) <= FAR * min(times[0])]
+    return kept
+
+
 def _wins(samples: Sequence[Sample], baseline: Sequence[Sample]) -> bool:
     pairs = list(zip(samples, baseline, strict=True))
-    return any(beats(one, base) for one, base in pairs) and not any(beats(base, one) for one, base in pairs)
+    return any(beats(one, base) for one, base in pairs) and not any(slows(one, base) for one, base in pairs)
 
 
 def _mean_ratio(samples: Sequence[Sample], baseline: Sequence[Sample]) -> float:
     """The geometric mean of times over the baseline's; infinite for what slows a case down."""
     pairs = list(zip(samples, baseline, strict=True))
-    if any(beats(base, one) for one, base in pairs):
+    if any(slows(one, base) for one, base in pairs):
         return float("inf")
     return statistics.geometric_mean([one.median_us / base.median_us for one, base in pairs])

@@ -14,7 +14,7 @@ from pagec.autotune.entries import (
     linear_entry,
     prefill_buckets,
 )
-from pagec.autotune.shipped import predicted_table
+from pagec.autotune.shipped import gpu_table
 from pagec.autotune.table import Entry, Table
 from pagec.compiler.backends.cuda.build import Progress
 from pagec.compiler.backends.cuda.linear import shape_of
@@ -71,27 +71,29 @@ def shapes_of(model: str, graph: Graph) -> Shapes:
 
 
 def tune_offline(
-    shapes: Shapes, target: CudaTarget, progress: Progress, compiler: Compiler | None = None
+    shapes: Shapes, target: CudaTarget, progress: Progress, compiler: Compiler | None = None, best: int = 0
 ) -> list[Table]:
-    """Predicted tables with an entry for each shape of the model."""
+    """Predicted tables with an entry for each shape of the model; `best`: see entries.py."""
     total, done = len(shapes.linears) + len(shapes.attention), 0
     linears, prefills, decodes = dict[str, Entry](), dict[str, Entry](), dict[str, Entry]()
     for n, k in shapes.linears:
         progress("rank", done, total)
         buckets = linear_buckets(n, k)
-        linears[_key(buckets)] = linear_entry(buckets, target, compiler)
+        linears[_key(buckets)] = linear_entry(buckets, target, compiler, best)
         done += 1
     for one in shapes.attention:
         progress("rank", done, total)
         sizes = (one.heads, one.kv_heads, one.head_dim)
         first, second = prefill_buckets(*sizes), decode_buckets(*sizes)
-        prefills[_key(first)], decodes[_key(second)] = attention_entries(first, second, target, compiler)
+        prefills[_key(first)], decodes[_key(second)] = attention_entries(
+            first, second, target, compiler, best
+        )
         done += 1
     progress("rank", total, total)
     return [
-        predicted_table(target.name, "attention_prefill", prefills),
-        predicted_table(target.name, "attention_decode", decodes),
-        predicted_table(target.name, "linear", linears),
+        gpu_table(target.name, "attention_prefill", prefills),
+        gpu_table(target.name, "attention_decode", decodes),
+        gpu_table(target.name, "linear", linears),
     ]
 
 

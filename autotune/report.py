@@ -63,7 +63,8 @@ def sections_of(database: Database, kind: Kind, target: CudaTarget) -> Iterator[
             one = next(c for c in choices if c.rows == choice)
             if "weighed_at" in one.facts:
                 problem = problem_from(kind, one.facts["weighed_at"])
-                yield Section(problem, target, one, search.candidates(problem, target), entry.origin)
+                origin = one.facts.get("origin", entry.origin)
+                yield Section(problem, target, one, search.candidates(problem, target), origin)
 
 
 def page(title: str, sections: Sequence[Section]) -> str:

@@ -89,6 +89,11 @@ def choose(found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
 
 def choose_strict(problems: Sequence[Problem], found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
     """A candidate for each bucket, all with the same numeric choices, least in the geometric mean."""
+    return strict_sets(problems, found)[0]
+
+
+def strict_sets(problems: Sequence[Problem], found: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:
+    """For each numeric choice that holds for all buckets the best candidate of each; the best set first."""
     best: list[dict[tuple[object, ...], Candidate]] = []
     for problem, bucket in zip(problems, found, strict=True):
         by_choice: dict[tuple[object, ...], Candidate] = {}
@@ -98,9 +103,7 @@ def choose_strict(problems: Sequence[Problem], found: Sequence[Sequence[Candidat
         best.append(by_choice)
     common = [choice for choice in best[0] if all(choice in bucket for bucket in best)]
     assert common, f"no numeric choice holds for all buckets of {problems[0].key}"
-    means = [mean_us([bucket[choice] for bucket in best]) for choice in common]
-    choice = common[means.index(min(means))]
-    return [bucket[choice] for bucket in best]
+    return sorted(([bucket[choice] for bucket in best] for choice in common), key=mean_us)
 
 
 def mean_us(chosen: Iterable[Candidate]) -> float:

@@ -1,5 +1,7 @@
 """The tables that pagec ships for GPUs, predicted: `python -m pagec.autotune.shipped` writes them anew.
 
+Entries that were measured (`pagec tune merge --into`) stay while their template is the same.
+
 The same cost model gives the same bytes, which a test checks. Choices are weighed at the sizes of entries.py;
 what a program has is looked up by shape alone. With `--compile` every choice is compiled, and
 what spills or does not fit is put on record (RECORDS) and is no choice any more, also without the compiler.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,12 +29,13 @@ from pagec.autotune.fingerprint import MODEL_VERSION, template_hash
 from pagec.autotune.occupancy import why_not
 from pagec.autotune.prediction import Point
 from pagec.autotune.problem import Kind, Problem
-from pagec.autotune.table import Entry, Table
+from pagec.autotune.table import Entry, Table, read_table, table_path
 from pagec.compiler.backends.cuda.resources import Resources
 from pagec.compiler.backends.targets import GPUS, load_cuda_target
 from pagec.compiler.target import CudaTarget
 
 RECORDS: Final = "spills.json"
+ATTENTION: Final = ("attention_prefill", "attention_decode")
 HEAD_DIMS: Final = (64, 128, 256)
 GROUPS: Final = (1, 2, 4, 8)
 PREFILL_HEADS: Final = 32
@@ -120,23 +123,46 @@ def tables(name: str, compiler: Compiler) -> list[Table]:
         ("attention_decode", decodes),
         ("linear", linears),
     )
-    return [predicted_table(name, kind, entries) for kind, entries in kinds]
+    return [gpu_table(name, kind, entries) for kind, entries in kinds]
 
 
-def predicted_table(target: str, kind: Kind, entries: Mapping[str, Entry]) -> Table:
-    """A table of the cost model's choices."""
+def gpu_table(target: str, kind: Kind, entries: Mapping[str, Entry]) -> Table:
+    """A table of the cost model's choices, and of measured ones that stand beside them."""
     versions = {"cost model": str(MODEL_VERSION)}
     return Table(target, kind, template_hash("cuda", kind), versions, entries)
 
 
 def write_all(root: Path, names: Iterable[str] = GPUS) -> list[Path]:
-    """Writes the tables of all GPUs below a directory, by the cost model and what is on record."""
+    """Writes the tables of all GPUs below a directory, by the cost model and what is on record; measured
+    entries of the shipped ones stay."""
     records = read_records(shipped_root())
     return [
         table.write(root)
         for name in names
-        for table in tables(name, Recorded(records, load_cuda_target(name)))
+        for table in keep_measured(tables(name, Recorded(records, load_cuda_target(name))), shipped_root())
     ]
+
+
+def keep_measured(found: Sequence[Table], root: Path) -> list[Table]:
+    """Tables with the measured entries of those below `root`, as far as templates are the same. Prefill and
+    decode go together: strict programs have the same tiles of keys in both."""
+    old = {table.kind: known for table in found if (known := _holds(table, root)) is not None}
+    kept = []
+    for table in found:
+        together = ATTENTION if table.kind in ATTENTION else (table.kind,)
+        entries = dict(table.entries)
+        if all(kind in old for kind in together):
+            there = old[table.kind].entries
+            entries |= {key: entry for key, entry in there.items() if entry.origin == "measured"}
+        kept.append(replace(table, entries=entries))
+    return kept
+
+
+def _holds(table: Table, root: Path) -> Table | None:
+    """The table in place of which another is written, if it is of the same template."""
+    path = table_path(root, table.target, table.kind)
+    known = read_table(path) if path.is_file() else None
+    return known if known is not None and known.template == table.template else None
 
 
 def compile_all_choices(root: Path, cache: Path, names: Iterable[str] = GPUS) -> None:

@@ -64,10 +64,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The choices for one key."""
+    """The choices for one key. `by`: the GPU and the tools that they were measured with; there each choice's
+    facts say its own origin, for buckets that were not measured keep what was predicted."""
 
     origin: Origin
     sets: Mapping[str, tuple[Choice, ...]]
+    by: Mapping[str, str] = field(default_factory=dict)
 
     def choice(self, rows: int, mode: Mode) -> Choice:
         """For so many rows."""
@@ -75,7 +77,7 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         sets = {mode: [one.to_json() for one in choices] for mode, choices in self.sets.items()}
-        return {"origin": self.origin, "sets": sets}
+        return {"origin": self.origin, "sets": sets, **({"by": dict(self.by)} if self.by else {})}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Entry:
@@ -86,7 +88,7 @@ class Entry:
             rows = [one.rows for one in choices]
             if not rows or rows[-1] != 0 or rows[:-1] != sorted({*rows[:-1]} - {0}):
                 raise ValueError(f"{mode}: choices for {rows} rows do not cover all numbers")
-        return Entry(data["origin"], sets)
+        return Entry(data["origin"], sets, data.get("by", {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,28 @@ def test_tables_hold_winners_for_every_number_of_rows(
     assert attention.choice(1, "default").point == attention.choice(1, "default").baseline
 
 
+def test_a_tile_that_is_poor_between_a_buckets_ends_does_not_win(
+    options: CompileOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of three rows are best but for 12 and 16 rows, which tiles of four divide."""
+
+    def slow(kernel: Kernel, case: Case) -> float:
+        return 3 if case.rows in (12, 16) and kernel.params.get("MB") == 3 else kernel.params.get("MB") != 3
+
+    monkeypatch.setattr(_MadeUp, "slow", staticmethod(lambda *both: 1 + slow(*both)))
+    (entry,) = _tuned(options, monkeypatch)["linear"].entries.values()
+    assert [choice.point["MB"] for choice in entry.sets["default"]] == [1, 2, 3, 4]
+    assert entry.sets["default"][-1].facts["timed"] == ["5 rows", "12 rows", "16 rows", "24 rows"]
+
+
+def test_attention_is_timed_for_few_tokens_and_many(
+    options: CompileOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (entry,) = _tuned(options, monkeypatch)["attention"].entries.values()
+    decoding = ["1 x 1 at 63", "1 x 1 at 255", "8 x 1 at 63", "8 x 1 at 255"]
+    assert entry.choice(1, "default").facts["timed"] == [*decoding, "1 x 24 at 0"]
+
+
 def test_a_variant_with_other_bits_is_dropped(
     options: CompileOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

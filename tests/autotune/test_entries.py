@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagec.autotune import search
 from pagec.autotune.entries import (
     attention_entries,
     decode_buckets,
@@ -62,6 +63,18 @@ def test_what_spills_is_no_choice() -> None:
             assert one.us >= other.us
 
 
+def test_the_best_of_each_bucket_are_compiled_beside_what_is_chosen() -> None:
+    """All twelve that rank best in the end, of which the first two compile badly."""
+    buckets = linear_buckets(4096, 4096)
+    found = [search.candidates(problem, H100)[:2] for _, problem in buckets]
+    bad = [one.point for bucket in found for one in bucket]
+    compiler = Pretended(lambda point: point in bad)
+    linear_entry(buckets, H100, compiler, best=12)
+    for _, problem in buckets:
+        ranked = [one for one in search.candidates(problem, H100) if one.point not in bad]
+        assert all((problem.key, one.point) in compiler.seen for one in ranked[:12])
+
+
 def test_strict_linears_share_bk_splits_and_instruction() -> None:
     strict = linear_entry(linear_buckets(6144, 4096), H100).sets["strict"]
     shared = {(one.point["BK"], one.point["splits"], one.facts["mma"]) for one in strict}
@@ -77,6 +90,7 @@ def test_attention_shares_blocks_and_strict_splits() -> None:
     assert len({point["block_size"] for point in points(decode)}) == 1
     strict = [one.point for entry in (prefill, decode) for one in entry.sets["strict"]]
     assert len({(point["BN"], point["split"]) for point in strict}) == 1
+    assert all(("d128_g4", one.point) in compiler.seen for one in prefill.sets["strict"])
     assert all(one.point["per_sm"] == one.facts["occupancy"] for one in decode.sets["default"])
     assert all(point["split"] == 0 for point in (one.point for one in prefill.sets["default"]))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagec.autotune.measure import Sample, beats, interleaved, sample, winner
+from pagec.autotune.measure import SCREENED, Sample, beats, hopeful, interleaved, sample, slows, winner
 
 
 def noisy(us: float, noise: float, seed: int) -> Callable[[], float]:
@@ -69,5 +69,31 @@ def test_what_slows_another_case_down_does_not_win() -> None:
 
 def test_a_lucky_candidate_has_to_win_again() -> None:
     """Fast in the first comparison only."""
-    times = iter([*[1e-6] * 10, *[200e-6] * 10])
+    times = iter([*[1e-6] * (SCREENED + 10), *[200e-6] * 10])
     assert winner([[noisy(100, 1, 0), lambda: next(times)]], rounds=9)[0] == 0
+
+
+def test_a_loss_counts_even_within_the_noise() -> None:
+    """What a poor machine cannot tell apart is not taken for equal."""
+    assert slows(Sample(102, 30), Sample(100, 30))
+    assert slows(Sample(100.5, 0.1), Sample(100, 0.1))
+    assert not slows(Sample(100.5, 1), Sample(100, 1))
+    assert not slows(Sample(90, 1), Sample(100, 1))
+    first, second = [noisy(100, 1, 0), noisy(50, 1, 1)], [noisy(100, 60, 2), noisy(110, 60, 3)]
+    assert winner([first, second], rounds=9)[0] == 0
+
+
+def test_what_is_far_too_slow_in_some_case_is_not_timed_on() -> None:
+    counts = [0, 0, 0]
+
+    def run(number: int, us: float) -> Callable[[], float]:
+        def once() -> float:
+            counts[number] += 1
+            return 1e-6 * us
+
+        return once
+
+    cases = [[run(0, 100), run(1, 90), run(2, 50)], [run(0, 100), run(1, 119), run(2, 130)]]
+    assert hopeful(cases) == [0, 1]
+    winner(cases, rounds=9)
+    assert counts[2] == 4 * SCREENED, "two screenings of two cases, and no more"

@@ -18,8 +18,9 @@ from pagec.compiler.backends.cpu.build import build_library
 from pagec.compiler.backends.cpu.emit import emit_all
 from pagec.compiler.backends.cpu.lower import Call, Lowering, Settings
 from pagec.compiler.backends.targets import load_cpu_target
+from pagec.compiler.backends.tuned import Tuned
 from pagec.compiler.dims import ITEM_BYTES, Capacity, DType, row_stride
-from pagec.compiler.ir import Graph, Type
+from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.packing import buffer_to_rows, pack, rows_to_buffer
 from pagec.compiler.program import Kernel, KvGroup, KvLayout
 from pagec.compiler.rope import cos_sin_of
@@ -41,10 +42,12 @@ class KernelRun:
     query_tile: int = 8
     target: str = "cpu"
     threads: int = 2
+    tuned: Tuned = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         target = load_cpu_target(self.target)
-        settings = Settings(target, Capacity(512, 64, 64), self.max_len, self.query_tile, self.kv)
+        capacity = Capacity(512, 64, 64)
+        settings = Settings(target, capacity, self.max_len, self.query_tile, self.kv, self.tuned)
         self.lowering = Lowering(self.graph, self.source or self.graph, settings)
         self.calls = [call for node in self.graph.nodes for call in self.lowering.lower(node)]
         kernels: dict[str, Kernel] = {k.key: k for call in self.calls for k in call.kernels()}
@@ -126,10 +129,26 @@ class KernelRun:
 
 def one_node_graph(op: str, inputs: Mapping[str, Type], out: Mapping[str, Type], **attrs: Any) -> Graph:
     """A graph of one node; inputs without rows are weights."""
-    from pagec.compiler.ir import Node
-
     weights = {name: t for name, t in inputs.items() if t.rows is None}
     values = {name: t for name, t in inputs.items() if t.rows is not None}
     references = tuple(f"{'$' if t.rows is None else '%'}{name}" for name, t in inputs.items())
     node = Node(op, references, tuple(out), attrs)
     return Graph(tuple(values), tuple(out), (node,), {**values, **out}, weights)
+
+
+def normed_linear(dtype: DType, residual: bool) -> Graph:
+    """A norm, rounded if need be, and the linear (K = 70) behind it; a residual sum behind that."""
+    wide, rows = Type("T", (100,), "f32"), Type("T", (70,), "f32")
+    types: dict[str, Any] = {"x": rows, "h": rows, "h.c": Type("T", (70,), dtype), "y": wide}
+    weights = {"n": Type(None, (70,), "f32"), "w": Type(None, (100, 70), dtype)}
+    nodes = [Node("rmsnorm", ("%x", "$n"), ("h",), {"eps": 1e-5})]
+    if dtype == "bf16":
+        nodes.append(Node("cast", ("%h",), ("h.c",), {"dtype": "bf16"}))
+    source = nodes[-1].outputs[0]
+    if dtype == "f32":
+        del types["h.c"]
+    nodes.append(Node("linear", (f"%{source}", "$w"), ("y",)))
+    if residual:
+        types |= {"r": wide, "o": wide}
+        nodes.append(Node("add", ("%r", "%y"), ("o",)))
+    return Graph(("x", "r") if residual else ("x",), nodes[-1].outputs, tuple(nodes), types, weights)
