@@ -5,12 +5,15 @@
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test lint types golden proto soak wheel clean c-compiler
+.PHONY: help serve demo test lint types golden proto soak check-cuda gpu-artifacts gpu-check wheel clean c-compiler
 
 PROMPT ?= Name three rivers.
 SERVE_FLAGS ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+CHECK_FLAGS ?=
+GPU ?= h200
+TRITON ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +42,12 @@ help:
 	@echo "  make golden   write the golden files anew; look at the diff before you commit it"
 	@echo "  make proto    write the gRPC messages' Python code anew from pagec_v1.proto"
 	@echo "  make soak     five minutes of 200 clients against a server, some of them rude"
+	@echo "  make check-cuda  compile the shipped GPU kernels that have changed and record what they take"
+	@echo "                   (CHECK_FLAGS=--all: all of them; TRITON=3.6.0: a few of each template by"
+	@echo "                   another Triton, in an environment of its own, without torch)"
+	@echo "  make gpu-artifacts  compile what is checked and measured on a GPU into build/gpu (GPU=a100, h100,"
+	@echo "                      h200); needs no GPU"
+	@echo "  make gpu-check   on a machine with that GPU: tests/gpu/check.sh quick (see there for more)"
 	@echo "  make wheel    build dist/pagec-*.whl"
 	@echo "  make clean    remove everything that make has made, .venv too"
 	@echo
@@ -94,11 +103,14 @@ lint: $(VENV)/dev types
 	@$(BIN)/ruff format --check
 
 # mypy finds `pagec` in a directory of links: the packages' own directories are not called so.
-types: $(VENV)/dev
+.PHONY: namespace
+namespace:
 	@mkdir -p $(NAMESPACE)/pagec
 	@for p in $(PACKAGES); do ln -sfn ../../../$$p $(NAMESPACE)/pagec/$$p; done
+
+types: $(VENV)/dev namespace
 	@MYPYPATH=$(NAMESPACE):tests:tests/bench $(BIN)/mypy --no-error-summary $(PACKAGES:%=-p pagec.%) \
-		-p support -m fetch_models -m soak -m peers -m peer_workers
+		-p support -p gpu -m fetch_models -m check_cuda -m soak -m peers -m peer_workers
 
 # By file, so that what a file compiles for its tests is compiled once.
 test: c-compiler $(VENV)/dev lint
@@ -115,6 +127,29 @@ proto: $(VENV)/dev
 
 soak: c-compiler $(VENV)/dev
 	@$(BIN)/python tests/soak.py
+
+# Of another Triton what compiling needs, and nothing else: no torch, no TVM.
+TRITON_VENV := build/triton-$(TRITON)
+$(TRITON_VENV)/made: | $(VENV)/made
+	@mkdir -p build && $(BIN)/python -m venv $(TRITON_VENV)
+	@$(TRITON_VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) \
+		triton==$(TRITON) numpy jinja2 pyyaml
+	@touch $@
+
+ifeq ($(TRITON),)
+check-cuda: $(VENV)/dev
+	@PYTHONPATH=tests $(BIN)/python tests/check_cuda.py $(CHECK_FLAGS)
+else
+check-cuda: $(TRITON_VENV)/made namespace
+	@PYTHONPATH=$(NAMESPACE):tests $(TRITON_VENV)/bin/python tests/check_cuda.py --templates
+endif
+
+gpu-artifacts: $(VENV)/dev
+	@PYTHONPATH=tests $(BIN)/python -m gpu.build --target $(GPU)
+
+# Where the GPU is there need be no virtual environment.
+gpu-check:
+	@tests/gpu/check.sh quick
 
 wheel: $(VENV)/dev
 	@rm -rf build/lib  # setuptools would take deleted files from it
