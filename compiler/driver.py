@@ -27,10 +27,11 @@ from pagec.compiler.backends.cpu.emit import emit_all
 from pagec.compiler.backends.cpu.probes import probe_kernels
 from pagec.compiler.backends.cpu.tiles import KEY_SPLIT, KEY_TILE
 from pagec.compiler.backends.cuda.build import Cubin, triton_version
-from pagec.compiler.backends.cuda.knobs import Choice, Chooser, Tuned
+from pagec.compiler.backends.cuda.knobs import Choice, Chooser
 from pagec.compiler.backends.cuda.output import numeric_choices, plan_and_compile, write_kernels
 from pagec.compiler.backends.cuda.plan import GpuPlan, make_gpu_plan
 from pagec.compiler.backends.targets import load_target
+from pagec.compiler.backends.tuned import Tuned
 from pagec.compiler.dims import Capacity, DType
 from pagec.compiler.errors import CompileError
 from pagec.compiler.importers import (
@@ -72,7 +73,7 @@ class CompileOptions:
     `model`: a YAML file, a name in configs/models, a Hugging Face directory or a GGUF file. `weights`: a
     checkpoint's path, "none" or "random:SEED". `block_size`: tokens in a block of the KV pool. `ops`: Python
     files that register ops of the user's. `strict`: results of a GPU are the same bits in whatever company
-    (a CPU's always are). `tuned`: choices of tables for a GPU.
+    (a CPU's always are). `tuned`: choices of tables for the target.
     """
 
     model: str
@@ -235,6 +236,7 @@ def plan_model(spec: ModelSpec, options: CompileOptions, target: CpuTarget) -> t
         kv_dtype=numbers.kv_dtype,
         block_size=block_size_of(options),
         target=target,
+        tuned=options.tuned,
     )
     return graph, plan
 
@@ -300,7 +302,7 @@ def _write_artifact(
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / artifacts.KERNELS).mkdir(parents=True)
     try:
-        program, numerics = _write_kernels(fresh, source.spec, options, target, progress)
+        program, numerics, tuned = _write_kernels(fresh, source.spec, options, target, progress)
         (fresh / "spec.yaml").write_text(resolved_yaml(source.spec))
         (fresh / "graph.json").write_text(dump_json(to_json(build_graph(source.spec))))
         (fresh / "program.json").write_text(dump_json(program.to_json()))
@@ -308,7 +310,7 @@ def _write_artifact(
             _write_tokenizer(fresh / "tokenizer", source.tokenizer)
         _write_weights(fresh, source, program, progress)
         (fresh / artifacts.MANIFEST).write_text(
-            dump_json(_manifest(fresh, source.spec, program, options, target, numerics))
+            dump_json(_manifest(fresh, source.spec, program, options, target, numerics, tuned))
         )
         if options.output is not None and path.exists():
             shutil.rmtree(path)
@@ -328,13 +330,16 @@ def _put_in_place(fresh: Path, path: Path) -> None:
 
 def _write_kernels(
     path: Path, spec: ModelSpec, options: CompileOptions, target: CpuTarget | CudaTarget, progress: Progress
-) -> tuple[Memory, dict[str, Any]]:
-    """Writes sources and binaries; the program, and what the manifest says of its numbers."""
+) -> tuple[Memory, dict[str, Any], Tuned]:
+    """Writes sources and binaries; the program, and what the manifest says of its numbers and of the tuned
+    choices that its kernels took."""
     sources, dtype = path / artifacts.KERNELS, numbers_of(options).dtype
     if isinstance(target, CudaTarget):
         gpu, cubins = compile_gpu_model(spec, options, target, sources, progress)
         write_kernels(sources, cubins, target)
-        return gpu.program, {"strict": options.strict, "choices": numeric_choices(gpu, cubins)}
+        taken = sorted({choice.key for choices in gpu.choices.values() for choice in choices})
+        tuned = {key: options.tuned[key] for key in taken}
+        return gpu.program, {"strict": options.strict, "choices": numeric_choices(gpu, cubins)}, tuned
     progress("lower the model", 0, 1)
     _, plan = plan_model(spec, options, target)
     progress("lower the model", 1, 1)
@@ -343,11 +348,12 @@ def _write_kernels(
         (sources / name).write_text(text)
     build_library(kernels, sources, target, path, progress)
     shutil.rmtree(sources / "__pycache__", ignore_errors=True)
-    return plan.program, {
+    numerics = {
         "linear": "one float32 sum per element, K ascending"
         + (", in pairs (vdpbf16ps)" if dtype == "bf16" and target.bf16_dot else ""),
         "attention": {"key_tile": KEY_TILE, "key_split": KEY_SPLIT},
     }
+    return plan.program, numerics, plan.tuned
 
 
 def _write_tokenizer(path: Path, tokenizer: TokenizerFiles) -> None:
@@ -390,6 +396,7 @@ def _manifest(
     options: CompileOptions,
     target: CpuTarget | CudaTarget,
     numerics: dict[str, Any],
+    tuned: Tuned,
 ) -> dict[str, Any]:
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != artifacts.MANIFEST)
     numbers = numbers_of(options)
@@ -406,6 +413,7 @@ def _manifest(
             "residual": GPU_RESIDUAL if isinstance(target, CudaTarget) else "f32",
             **numerics,
         },
+        "tuned": tuned,
         "capacity": asdict(program.capacity),
         "max_len": program.max_len,
         "ops": load_ops(options.ops),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pagec.compiler.backends.cpu.lower import Call, Lowering, Settings
 from pagec.compiler.backends.cpu.tiles import FEW_TILES, KEY_SPLIT, query_tile
+from pagec.compiler.backends.tuned import Tuned
 from pagec.compiler.dims import ITEM_BYTES, Capacity, DType, round_up, row_stride
 from pagec.compiler.errors import CompileError
 from pagec.compiler.ir import CacheType, Graph, Type
@@ -61,12 +62,16 @@ def kv_layout(graph: Graph, dtype: DType, block_size: int, kind: KvKind = "words
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program, and the node behind each of its launches (what `show plan` and verify need)."""
+    """A program, and the node behind each of its launches (what `show plan` and verify need).
+
+    `tuned`: the choices of tables that its kernels took.
+    """
 
     program: Program
     graph: Graph
     body: tuple[Call, ...]
     head: tuple[Call, ...]
+    tuned: Tuned
 
 
 def make_plan(
@@ -79,10 +84,12 @@ def make_plan(
     kv_dtype: DType,
     block_size: int,
     target: CpuTarget,
+    tuned: Tuned,
 ) -> Plan:
-    """The program of a fused graph; `source` is the same graph before the passes."""
+    """The program of a fused graph; `source` is the same graph before the passes. `tuned`: what there is to
+    choose from; where it has nothing for a shape, the defaults are taken."""
     kv = kv_layout(fused, kv_dtype, block_size)
-    settings = Settings(target, capacity, max_len, query_tile(_widest_group(fused, kv)), kv)
+    settings = Settings(target, capacity, max_len, query_tile(_widest_group(fused, kv)), kv, tuned)
     lowering = Lowering(fused, source, settings)
     calls = [call for node in fused.nodes for call in lowering.lower(node)]
     body = tuple(call for call in calls if call.rows not in HEAD_COUNTS)
@@ -115,7 +122,8 @@ def make_plan(
         head=tuple(_launch(call, fused) for call in head),
         outputs={name: name for name in fused.outputs},
     )
-    return Plan(program, fused, body, head)
+    taken = {call.tuned: tuned[call.tuned] for call in (*body, *head) if call.tuned}
+    return Plan(program, fused, body, head, taken)
 
 
 def _widest_group(graph: Graph, kv: KvLayout) -> int:

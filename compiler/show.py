@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,24 @@ from pagec.compiler.target import CpuTarget
 from pagec.compiler.user_ops import check_known, load_ops
 
 
-def show(what: str, model: str, as_json: bool, ops: Iterable[Path] = (), target: str = "cpu") -> str:
-    """`what`: graph, fused, plan or kernels; `model`: an artifact, or anything that can be compiled (for
-    `target`, a CPU; of GPUs see show_gpu.py).
-
-    `ops`: Python files that register ops of the user's.
-    """
-    load_ops(ops)
-    graph, plan, cpu = _load(model, target)
+def show(what: str, options: CompileOptions, as_json: bool) -> str:
+    """`what`: graph, fused, plan or kernels; `options`: of a model as it would be compiled for a CPU (of GPUs
+    see show_gpu.py), or with an artifact in the model's place."""
+    load_ops(options.ops)
+    graph, plan, cpu = _load(options)
     match what:
         case "graph" | "fused":
             chosen = graph if what == "graph" else plan.graph
             return _json(to_json(chosen)) if as_json else format_graph(chosen)
         case "plan":
             if as_json:
-                return _json({**plan_rows(plan.program), "fusion": fusion_rows(plan.graph, cpu)})
-            return f"{format_plan(plan.program)}\n{format_fusion(plan.graph, cpu)}"
+                return _json({**plan_rows(plan), "fusion": fusion_rows(plan.graph, cpu)})
+            return f"{format_plan(plan)}\n{format_fusion(plan.graph, cpu)}"
         case "kernels":
+            tuned = tuned_kernels(plan)
             if as_json:
-                return _json([kernel_row(kernel) for kernel in plan.program.kernels])
-            return "\n\n".join(emit_kernel(kernel, cpu) for kernel in plan.program.kernels)
+                return _json([kernel_row(kernel, tuned) for kernel in plan.program.kernels])
+            return "\n\n".join(_source(kernel, cpu, tuned) for kernel in plan.program.kernels)
     raise ValueError(what)
 
 
@@ -50,13 +48,12 @@ def _json(data: Any) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def _load(model: str, name: str) -> tuple[Graph, Plan, CpuTarget]:
-    if Artifact.is_artifact(Path(model)):
-        artifact = look_at(Path(model))
+def _load(options: CompileOptions) -> tuple[Graph, Plan, CpuTarget]:
+    if Artifact.is_artifact(path := Path(options.model)):
+        artifact = look_at(path)
         assert isinstance(artifact, Artifact), "of a GPU's artifact show_gpu.py tells"
         return artifact.graph(), plan_of(artifact), artifact.target
-    options = CompileOptions(model=model, target=name)
-    target = load_cpu_target(name)
+    target = load_cpu_target(options.target)
     graph, plan = plan_model(find_source(options).spec, options, target)
     return graph, plan, target
 
@@ -75,21 +72,41 @@ def plan_of(artifact: Artifact) -> Plan:
         kv_dtype=program.kv.dtype,
         block_size=program.kv.block_size,
         target=artifact.target,
+        # An artifact of before this was kept has none.
+        tuned=artifact.manifest.get("tuned", {}),
     )
 
 
 # ----------------------------------------------------------------------------------------- plan
 
 
-def kernel_row(kernel: Kernel) -> dict[str, Any]:
+def tuned_kernels(plan: Plan) -> dict[str, str]:
+    """By kernel, the tuned choice that its schedule comes from. A linear that does the norm before it itself
+    has the default tile."""
+    found = {}
+    for call in (*plan.body, *plan.head):
+        for kernel in call.kernels():
+            if call.tuned and not kernel.params.get("before"):
+                found[kernel.key] = call.tuned
+    return found
+
+
+def kernel_row(kernel: Kernel, tuned: Mapping[str, str]) -> dict[str, Any]:
     """What is known of a kernel without running it."""
     row = asdict(kernel)
     del row["signature"]
-    return row
+    return {**row, "tuned": tuned.get(kernel.key)}
 
 
-def plan_rows(program: Program) -> dict[str, Any]:
+def _source(kernel: Kernel, target: CpuTarget, tuned: Mapping[str, str]) -> str:
+    head = f"# Tuned: {tuned[kernel.key]}\n" if kernel.key in tuned else ""
+    return head + emit_kernel(kernel, target)
+
+
+def plan_rows(plan: Plan) -> dict[str, Any]:
     """Launches with the bytes and FLOPs of each kernel, and the memory that the program asks for."""
+    program = plan.program
+    tuned = {call.name: call.tuned for call in (*plan.body, *plan.head)}
     kernels = {kernel.key: kernel for kernel in program.kernels}
     offsets, slots_end = program.slot_offsets()
     return {
@@ -101,7 +118,7 @@ def plan_rows(program: Program) -> dict[str, Any]:
             {**asdict(slot), "offset": offset} for slot, offset in zip(program.slots, offsets, strict=True)
         ],
         "launches": [
-            _launch_row(part, launch, kernels)
+            {**_launch_row(part, launch, kernels), "tuned": tuned[launch.name] or None}
             for part, launches in (("body", program.body), ("head", program.head))
             for launch in launches
         ],
@@ -122,9 +139,9 @@ def _launch_row(part: str, launch: Launch, kernels: dict[str, Kernel]) -> dict[s
     }
 
 
-def format_plan(program: Program) -> str:
+def format_plan(plan: Plan) -> str:
     """The plan as a table: one line per kernel with how often a step launches it, then the memory."""
-    rows = plan_rows(program)
+    rows = plan_rows(plan)
     counts = Counter((r["part"], r["kernels"][-1]) for r in rows["launches"])
     first = {(r["part"], r["kernels"][-1]): r for r in reversed(rows["launches"])}
     order = dict.fromkeys((r["part"], r["kernels"][-1]) for r in rows["launches"])
@@ -134,11 +151,12 @@ def format_plan(program: Program) -> str:
     ]
     for key in order:
         row = first[key]
+        tuned = ", tuned" if row["tuned"] else ""
         lines.append(
             f"{row['part']:5} {counts[key]:>8} {row['rows']:5} {row['flops_per_row']:>12,} "
-            f"{row['bytes_per_row']:>10,} {row['bytes_fixed']:>12,}  {_variants(row['kernels'])}"
+            f"{row['bytes_per_row']:>10,} {row['bytes_fixed']:>12,}  {_variants(row['kernels'])}{tuned}"
         )
-    lines += ["", *_totals(program, rows)]
+    lines += ["", *_totals(plan.program, rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -37,6 +37,17 @@ def test_what_stays_apart_and_why() -> None:
     assert all(row["count"] > 0 and row["bytes_per_row"] > 0 for row in rows)
 
 
+def test_gpus_have_reasons_of_their_own() -> None:
+    """Norms are never a prologue there, and logits go through memory; every edge has a reason."""
+    rows = fusion_rows(fused(layers=2), None)
+    reasons = {(row["writer"], row["reader"]): row["reason"] for row in rows["apart"]}
+    assert "work anew" in reasons["rowwise", "linear"]
+    assert "tiles of many programs" in reasons["linear", "argmax"]
+    assert "other programs write" in reasons["kv_write", "attention"]
+    assert not any("worker" in reason or "no rule puts" in reason for reason in reasons.values())
+    assert rows["taken"] == fusion_rows(fused(layers=2), TARGET)["taken"]
+
+
 def test_a_norm_of_wide_rows_is_a_launch_of_its_own_and_says_so() -> None:
     rows = fusion_rows(fused(hidden=8192, heads=4, head_dim=16), TARGET)["apart"]
     (reason,) = {row["reason"] for row in rows if row["bytes_per_row"] == 8192 * 2}

@@ -84,6 +84,22 @@ def test_tables_equal_those_of_transformers(kind: str, length: int, base: float)
         assert np.abs(mine - expected).max() <= 1e-6
 
 
+@pytest.mark.parametrize("base", [10000.0, 500000.0, 1e6])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dynamic"])
+def test_frequencies_are_those_of_transformers_to_the_bit(kind: str, base: float) -> None:
+    """Of 128 dims, which torch takes alike on all x86. A dynamic base transformers rounds on its way."""
+    kinds = {key: value * 2 if isinstance(value, list) else value for key, value in KINDS[kind].items()}
+    kinds = {key: value[:64] if isinstance(value, list) else value for key, value in kinds.items()}
+    rope = {"rope_type": kind.split()[0], "rope_theta": base, **kinds}
+    config = transformers.LlamaConfig(
+        head_dim=128, max_position_embeddings=MODEL_LENGTH, rope_parameters=rope
+    )
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in kinds.items()}
+    attrs = checked_attrs({"kind": kind.split()[0], "base": base, "dims": 128, **settings}, 100, MODEL_LENGTH)
+    assert frequencies(RopeConfig.from_attrs(attrs)).tobytes() == rotary.inv_freq.numpy().tobytes()
+
+
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "default"])

@@ -121,7 +121,7 @@ def test_an_op_of_a_users(statement: tuple[str, str], ops: str, dtype: str, tmp_
     assert all(row.ok for row in rows), [row for row in rows if not row.ok]
     name = "swish_gate" if ops is SCALAR else "running_max"
     assert any(name in row.subject for row in rows)
-    assert name in show("fused", str(artifact), False, chosen.ops)
+    assert name in show("fused", CompileOptions(str(artifact), ops=chosen.ops), False)
 
 
 def test_an_artifact_of_unknown_ops_says_what_it_lacks(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_artifact_of_unknown_ops_says_what_it_lacks(tmp_path: Path) -> None:
     del OPS["swish_gate"]
     for use in (
         lambda: verify_artifact(artifact, progress=lambda *_: None),
-        lambda: show("plan", str(artifact), False),
+        lambda: show("plan", CompileOptions(str(artifact)), False),
     ):
         with pytest.raises(ArtifactError, match=r"does not know: swish_gate[\s\S]*--ops FILE\.py"):
             use()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from pagec.compiler.backends.cpu.knobs import Chooser
 from pagec.compiler.backends.cpu.prologue import find_prologues
 from pagec.compiler.backends.cpu.rowwise import Code
 from pagec.compiler.backends.cpu.tiles import linear_tiles
+from pagec.compiler.backends.tuned import Tuned
 from pagec.compiler.dims import Capacity
 from pagec.compiler.ir import Graph, Node
 from pagec.compiler.packer import Layout, Packer
@@ -36,6 +38,7 @@ class Call:
 
     `args` are as program.py has them, but "value:NAME" where a buffer is not chosen yet. A variant without
     a kernel: for so few rows there is nothing to do. `more_values`: what it reads beside its node's inputs.
+    `tuned`: the key of the tuned choice that its tiles come from, if they do.
     """
 
     node: Node
@@ -44,6 +47,7 @@ class Call:
     args: tuple[str, ...]
     suffix: str = ""
     more_values: tuple[str, ...] = ()
+    tuned: str = ""
 
     def kernels(self) -> list[Kernel]:
         """The kernels of all variants."""
@@ -68,6 +72,7 @@ class Settings:
     max_len: int
     query_tile: int
     kv: KvLayout
+    tuned: Tuned = field(default_factory=dict)
 
 
 def kernel_name(template: str, words: str, params: Mapping[str, Any]) -> str:
@@ -86,6 +91,7 @@ class KernelMaker:
     def __init__(self, graph: Graph, source: Graph, settings: Settings) -> None:
         self.graph, self.settings = graph, settings
         self.target = settings.target
+        self.chooser = Chooser(settings.target, settings.tuned)
         self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
         self.scratch_bytes = 0  # kernels that need scratch memory share one area
         self.prologues, _ = find_prologues(graph, settings.target)

@@ -13,7 +13,6 @@ from pagec.compiler.backends.cpu.tiles import (
     KEY_SPLIT,
     KEY_TILE,
     PARTIAL_EXTRA,
-    attention_tiles,
 )
 from pagec.compiler.backends.kv_sources import KvSources
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
@@ -223,7 +222,9 @@ class Lowering(SampleLowering):
         heads, dp = out.inner[0], padded_last((cache.head_dim,))
         dtype: DType = self.settings.kv.dtype
         unit = WORD_ELEMENTS[dtype]
-        tiles = attention_tiles(self.target, dp, heads // cache.kv_heads)
+        window = f"_w{core.attrs['window']}" if core.attrs.get("window") else ""
+        words = f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{window}"
+        tuned, tiles = self.chooser.attention(words, dp, heads // cache.kv_heads)
         seen = min(self.settings.max_len, (cache.window or self.settings.max_len) + KEY_SPLIT)
         max_splits = -(-seen // KEY_SPLIT)
         kv = self.settings.kv
@@ -272,11 +273,9 @@ class Lowering(SampleLowering):
             "scratch:",
             f"value:{node.outputs[0]}",
         )
-        window = f"_w{core.attrs['window']}" if core.attrs.get("window") else ""
-        words = f"{dtype}_h{heads}_kv{cache.kv_heads}_d{cache.head_dim}{window}"
         row_bytes = self.graph.row_bytes(core.inputs[0][1:]) + self.graph.row_bytes(node.outputs[0])
         kernel = self._kernel("attention", words, params, arrays, bytes_per_row=row_bytes)
-        calls = [Call(node, "tiles", ((0, kernel),), args)]
+        calls = [Call(node, "tiles", ((0, kernel),), args, tuned=tuned)]
         pieces = FEW_TILES * heads * max_splits
         self.scratch_bytes = max(self.scratch_bytes, 4 * pieces * (dp + PARTIAL_EXTRA))
         if max_splits > 1:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from pagec.compiler.backends.cpu.calls import ELEMENT_FLOPS, Call, KernelMaker
 from pagec.compiler.backends.cpu.epilogue import Epilogue, plain_value, store_line
 from pagec.compiler.backends.cpu.prologue import Prologue
-from pagec.compiler.backends.cpu.tiles import linear_tiles
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, row_stride
 from pagec.compiler.ir import Node
 from pagec.compiler.packer import Layout
@@ -65,9 +64,7 @@ class LinearLowering(KernelMaker):
         args = ("scratch:", f"value:{node.outputs[0]}")
         first = self._finish(linear, parts, "greedy")
         return (
-            Call(
-                node, "greedy", first.variants, first.args, ".linear", (*linear.values(), *first.more_values)
-            ),
+            replace(first, node=node, suffix=".linear", more_values=(*linear.values(), *first.more_values)),
             Call(node, "greedy", ((0, kernel),), args, ".greatest"),
         )
 
@@ -124,12 +121,13 @@ class LinearLowering(KernelMaker):
             parts.arrays[-1:-1] = region.code.arrays
             parts.args[-1:-1] = self._arguments(region.code)
         variants: list[tuple[int, Kernel | None]] = []
-        p = parts.params
-        for limit, num_rows in linear_tiles(self.target).buckets:
-            itself = code if parts.before and 0 < limit <= parts.before.rows else None
-            sizes = f"{p['dtype']}_n{p['NP']}_k{p['KW'] * p['unit']}"
+        p, normed = parts.params, parts.before.rows if parts.before else 0
+        sizes = f"{p['dtype']}_n{p['NP']}_k{p['KW'] * p['unit']}"
+        tuned, buckets = self.chooser.linear(sizes + parts.suffix, normed)
+        for limit, num_rows in buckets:
+            itself = code if 0 < limit <= normed else None
             words = f"{sizes}{'_norm' if itself else ''}{parts.suffix}_m{num_rows}"
             params = {**p, "MB": num_rows, "before": itself}
             variants.append((limit, self._kernel("linear", words, params, parts.arrays, **parts.cost)))
         more = tuple(parts.before.node.values()) if parts.before else ()
-        return Call(node, rows, tuple(variants), tuple(parts.args), more_values=more)
+        return Call(node, rows, tuple(variants), tuple(parts.args), more_values=more, tuned=tuned)

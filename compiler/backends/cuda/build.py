@@ -60,7 +60,7 @@ class Cubin:
 
 def compile_kernel(request: CompileRequest, target: CudaTarget, cache: Path | None = None) -> Cubin:
     """The kernel for the target, from the cache if it is there. CompileError names the kernel's key."""
-    entry = None if cache is None else cache / _digest(request, target)
+    entry = None if cache is None else cache / digest(request, target)
     cubin = None if entry is None else _read(entry)
     if cubin is None:
         cubin = _compile(request, target)
@@ -195,7 +195,7 @@ def _resource_usage(binary: bytes, directory: Path) -> str:
 # ---------------------------------------------------------------------------------------- cache
 
 
-def _digest(request: CompileRequest, target: CudaTarget) -> str:
+def digest(request: CompileRequest, target: CudaTarget) -> str:
     """Names all that decides a kernel's bytes."""
     parts = {
         "format": CACHE_FORMAT,

@@ -7,7 +7,7 @@ sm_90 chooses by the rows of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -21,10 +21,9 @@ from pagec.compiler.backends.cuda.defaults import (
 )
 from pagec.compiler.backends.cuda.experts import GroupedKnobs
 from pagec.compiler.backends.cuda.linear import LinearKnobs, LinearShape
+from pagec.compiler.backends.tuned import Tuned
 from pagec.compiler.target import CudaTarget
 
-# By "kind/shape" knobs for ascending numbers of rows, the last for any (0).
-Tuned = Mapping[str, Sequence[tuple[int, Mapping[str, int]]]]
 # Rows from which on sm_90 takes the instructions of warp groups, of four warps at least.
 GROUP_ROWS: Final = 64
 GROUP_WARPS: Final = 4

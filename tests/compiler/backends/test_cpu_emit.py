@@ -29,6 +29,7 @@ def small_program(target: str, dtype: DType = "bf16", **sizes: object) -> Progra
         kv_dtype=dtype,
         block_size=16,
         target=load_target(target),
+        tuned={},
     ).program
 
 

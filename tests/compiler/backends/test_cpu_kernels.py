@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.kernels import KernelRun, one_node_graph
+from support.kernels import KernelRun, normed_linear, one_node_graph
 from support.targets import RUNNABLE, U, dtypes, few, rounded, targets
 
 from pagec.compiler import reference
@@ -371,24 +371,6 @@ def test_an_epilogue_gives_the_bits_of_separate_kernels(target: str, dtype: DTyp
 
 
 # ------------------------------------------------------------------------- prologues and the argmax
-
-
-def normed_linear(dtype: DType, residual: bool) -> Graph:
-    """A norm, rounded if need be, and the linear (K = 70) behind it; a residual sum behind that."""
-    wide, rows = Type("T", (100,), "f32"), Type("T", (70,), "f32")
-    types: dict[str, Any] = {"x": rows, "h": rows, "h.c": Type("T", (70,), dtype), "y": wide}
-    weights = {"n": Type(None, (70,), "f32"), "w": Type(None, (100, 70), dtype)}
-    nodes = [Node("rmsnorm", ("%x", "$n"), ("h",), {"eps": 1e-5})]
-    if dtype == "bf16":
-        nodes.append(Node("cast", ("%h",), ("h.c",), {"dtype": "bf16"}))
-    source = nodes[-1].outputs[0]
-    if dtype == "f32":
-        del types["h.c"]
-    nodes.append(Node("linear", (f"%{source}", "$w"), ("y",)))
-    if residual:
-        types |= {"r": wide, "o": wide}
-        nodes.append(Node("add", ("%r", "%y"), ("o",)))
-    return Graph(("x", "r") if residual else ("x",), nodes[-1].outputs, tuple(nodes), types, weights)
 
 
 @targets

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +21,15 @@ from pagec.compiler import artifact as artifacts
 from pagec.compiler.artifact import Artifact, GpuArtifact, look_at
 from pagec.compiler.backends.cuda import build
 from pagec.compiler.driver import CompileOptions, compile_model
-from pagec.compiler.errors import ArtifactError, CompileError
+from pagec.compiler.errors import ArtifactError, CompileError, DeviceError
 from pagec.compiler.packing import unpack
 from pagec.compiler.program import PackedWeight
 from pagec.runtime.cli.app import app
+from pagec.runtime.engine import Engine
 
 pytest.importorskip("triton")
 
+ABSENT = ("torch", "tvm", "tvm_ffi", "transformers", "safetensors", "gguf")
 SIZES = {"max_step_tokens": 64, "max_seqs": 16}
 
 
@@ -166,6 +170,23 @@ def test_without_a_directory_the_cache_has_it(
     assert first.path == second.path
 
 
+def test_compiling_needs_neither_torch_nor_tvm(
+    options: CompileOptions, compiled: Path, tmp_path: Path
+) -> None:
+    """The command, where these cannot be imported, gives the same artifact."""
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({ABSENT!r}))\n"
+        "from pagec.runtime.cli import main\n"
+        "main()"
+    )
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    command = [sys.executable, "-c", program, "compile", options.model, "--weights", "random:1"]
+    command += ["--target", "h100", "--no-tuned", *sizes, "-o", str(tmp_path / "out")]
+    subprocess.run(command, check=True)
+    assert contents(tmp_path / "out") == contents(compiled)
+
+
 def test_tuned_knobs_are_taken_where_they_compile(options: CompileOptions, tmp_path: Path) -> None:
     """One table's point is taken; one that spills is refused, and the default stands in for it."""
     good = {"BM": 64, "BN": 64, "BK": 128, "warps": 4, "stages": 2, "group_m": 1, "splits": 1, "tma": 0}
@@ -210,10 +231,12 @@ def test_tables_that_are_not_strict_are_refused(options: CompileOptions, tmp_pat
 # ------------------------------------------------------------------------------------- refusals
 
 
-def test_a_cpu_refuses_it(compiled: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"made for h100, an NVIDIA GPU.*cannot run on yet") as error:
+def test_a_machine_without_a_gpu_refuses_it(compiled: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"made for h100, an NVIDIA GPU.*for CPUs only") as error:
         Artifact.open(compiled)
     assert "--target cpu" in error.value.remedy
+    with pytest.raises(DeviceError, match="torch finds no NVIDIA GPU"):
+        Engine(compiled)
     said = CliRunner().invoke(app, ["generate", str(compiled), "--prompt", "x"])
     assert said.exit_code != 0
 
@@ -261,3 +284,8 @@ def test_show_kernels_tells_what_they_occupy(compiled: Path) -> None:
         said = CliRunner().invoke(app, ["show", what, str(compiled)])
         assert said.exit_code == 0, said.output
         assert "attention" in said.stdout or what == "fused"
+        if what == "plan":
+            assert "linear + add + cast" in said.stdout
+            assert "programs write" in said.stdout
+    said = CliRunner().invoke(app, ["show", "plan", str(compiled), "--json"])
+    assert json.loads(said.stdout)["fusion"].keys() == {"taken", "apart"}

@@ -1,0 +1,57 @@
+"""All kernels that pagec ships for NVIDIA GPUs: what is on record of them is of today's sources, clean, and
+what the compiler says. `make check-cuda` writes the records."""
+
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+import pytest
+from support.cuda_records import Records, compile_records, hashes, read_records
+from support.cuda_shipped import Shipped, all_shipped
+
+from pagec.compiler.backends.cuda.build import triton_version
+from pagec.compiler.backends.cuda.resources import check
+
+pytest.importorskip("triton")
+
+SAMPLE = 20
+MATRIX_TEMPLATES = ("attention_prefill", "attention_decode", "linear", "grouped_linear")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, Shipped]:
+    return all_shipped()
+
+
+@pytest.fixture(scope="module")
+def records() -> Records:
+    return read_records()
+
+
+def test_records_are_of_todays_kernels(shipped: dict[str, Shipped], records: Records) -> None:
+    """If this fails, run `make check-cuda` and commit what it writes."""
+    now = hashes(shipped)
+    stale = [name for name, digest in now.items() if name not in records or records[name].sha256 != digest]
+    assert not stale, f"changed since they were compiled, or by triton {triton_version()}: {stale}"
+    assert records.keys() == now.keys()
+
+
+def test_every_shipped_kernel_is_clean(shipped: dict[str, Shipped], records: Records) -> None:
+    """No stack, no spill, a multiprocessor holds it; products by matrix instructions, tiles loaded ahead."""
+    for name, one in shipped.items():
+        record, kernel = records[name], one.kernel
+        check(record.resources, kernel.warps, one.target, name)
+        products = kernel.template in MATRIX_TEMPLATES
+        assert (record.resources.mma != "") == products, name
+        assert record.copies_ahead or not products, name
+        if one.target.sm >= 90 and products and kernel.params["BM"] >= 64 and kernel.warps >= 4:
+            assert record.resources.mma == "HGMMA", name
+
+
+@pytest.mark.slow
+def test_a_sample_compiles_to_what_is_on_record(shipped: dict[str, Shipped], records: Records) -> None:
+    """Drawn by what all sources are: the same as long as nothing changes."""
+    seed = sha256("".join(one.sha256 for one in records.values()).encode()).digest()
+    names = random.Random(seed).sample(sorted(shipped), SAMPLE)
+    assert compile_records({name: shipped[name] for name in names}) == {n: records[n] for n in names}
