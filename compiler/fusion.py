@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from pagec.compiler.backends.cpu.prologue import find_prologues
 from pagec.compiler.backends.cpu.rowwise import REDUCTIONS
+from pagec.compiler.backends.cuda.fuse_write import refused_writes
 from pagec.compiler.ir import CacheType, Graph, Node
-from pagec.compiler.target import CpuTarget
+from pagec.compiler.target import CpuTarget, CudaTarget
 from pagec.compiler.verifier import VIEWS
 
 
@@ -36,7 +37,8 @@ class Apart:
 
 
 # Why a value goes through memory: (what writes it, what reads it) -> reason. The first that fits is told.
-_REASONS: Final = (
+_Reasons = tuple[tuple[str, str, str], ...]
+_OF_CPUS: Final[_Reasons] = (
     ("linear", "linear", "each sum runs over all columns of the linear before, which all workers compute"),
     ("linear", "kv_write", "words of K lie 16 tokens apart: a register tile would store them one by one"),
     ("linear", "rowwise", "a row is more than the columns of a register tile"),
@@ -50,9 +52,24 @@ _REASONS: Final = (
     ("", "grouped_linear", "rows are taken expert by expert"),
     ("grouped_linear", "", "rows are written expert by expert"),
 )
+_OF_GPUS: Final[_Reasons] = (
+    ("linear", "linear", "each sum runs over all columns of the linear before, which other programs compute"),
+    ("linear", "attention", "attention waits for the keys that other programs write"),
+    ("linear", "rowwise", "a row is more than the columns of a tile"),
+    ("linear", "argmax", "a row is more than the columns of a tile"),
+    ("linear", "sample", "a row is more than the columns of a tile"),
+    ("rowwise", "linear", "every tile of columns would do it anew"),
+    ("rowwise", "kv_write", "no rule takes this row-wise work into a KV write"),
+    ("kv_write", "attention", "attention waits for the keys that other programs write"),
+    ("attention", "linear", "each sum of the linear runs over all heads, which other programs compute"),
+    ("attention", "rowwise", "a row is more than the heads of an item"),
+    ("embed", "", "no rule takes an embedding into what reads it"),
+    ("", "grouped_linear", "rows are taken expert by expert"),
+    ("grouped_linear", "", "rows are written expert by expert"),
+)
 
 
-def fusion_rows(graph: Graph, target: CpuTarget) -> dict[str, list[dict[str, Any]]]:
+def fusion_rows(graph: Graph, target: CpuTarget | CudaTarget) -> dict[str, list[dict[str, Any]]]:
     """`taken` and `apart`, as JSON."""
     taken = Counter(_taken(graph))
     apart = Counter(_apart(graph, target))
@@ -62,7 +79,7 @@ def fusion_rows(graph: Graph, target: CpuTarget) -> dict[str, list[dict[str, Any
     }
 
 
-def format_fusion(graph: Graph, target: CpuTarget) -> str:
+def format_fusion(graph: Graph, target: CpuTarget | CudaTarget) -> str:
     """The same as text."""
     rows = fusion_rows(graph, target)
     lines = ["in one kernel, and bytes per row that are not written and read again"]
@@ -90,33 +107,54 @@ def _taken(graph: Graph) -> Iterator[tuple[str, tuple[str, ...], int]]:
             yield _kind(node), ops, 2 * sum(graph.row_bytes(name) for name in inside)
 
 
-def _apart(graph: Graph, target: CpuTarget) -> Iterator[tuple[str, str, int, str]]:
+# Why a reader does not do what a writer does itself, from (writer, reader).
+Why = Callable[[Node, Node], str]
+
+
+def _apart(graph: Graph, target: CpuTarget | CudaTarget) -> Iterator[tuple[str, str, int, str]]:
     producers = graph.producers()
-    found, refused = find_prologues(graph, target)
-    itself = {p.node.outputs[0]: p.rows for p in found.values()}
+    why = _why_on_cpus(graph, target) if isinstance(target, CpuTarget) else _why_on_gpus(graph)
     for node in graph.nodes:
         for name in dict.fromkeys(node.values()):
             writer = producers.get(name)
             if writer is None or isinstance(graph.types[name], CacheType):
                 continue
-            kinds = _kind(writer), _kind(node)
             linear = node.find("linear")
             if linear and f"%{name}" != linear.inputs[0]:
                 reason = "a residual sum, which is read again later"
-            elif kinds == ("rowwise", "linear"):
-                reason = refused.get(writer.outputs[0]) or (
-                    f"in steps of more than {itself.get(writer.outputs[0], 0)} rows, "
-                    "which the workers share out; of fewer the linear does it itself"
-                )
             else:
-                reason = _reason(*kinds, node)
-            yield *kinds, graph.row_bytes(name), reason
+                reason = why(writer, node)
+            yield _kind(writer), _kind(node), graph.row_bytes(name), reason
 
 
-def _reason(writer: str, reader: str, node: Node) -> str:
-    if reader == "rowwise" and not any(inner.op in REDUCTIONS for inner in node.body):
+def _why_on_cpus(graph: Graph, target: CpuTarget) -> Why:
+    found, refused = find_prologues(graph, target)
+    itself = {p.node.outputs[0]: p.rows for p in found.values()}
+
+    def why(writer: Node, reader: Node) -> str:
+        if (_kind(writer), _kind(reader)) == ("rowwise", "linear"):
+            return refused.get(writer.outputs[0]) or (
+                f"in steps of more than {itself.get(writer.outputs[0], 0)} rows, "
+                "which the workers share out; of fewer the linear does it itself"
+            )
+        return _reason(writer, reader, _OF_CPUS)
+
+    return why
+
+
+def _why_on_gpus(graph: Graph) -> Why:
+    refused = refused_writes(graph)
+
+    def why(writer: Node, reader: Node) -> str:
+        return refused.get(reader.outputs[0]) or _reason(writer, reader, _OF_GPUS)
+
+    return why
+
+
+def _reason(writer: Node, reader: Node, reasons: _Reasons) -> str:
+    if _kind(reader) == "rowwise" and not any(inner.op in REDUCTIONS for inner in reader.body):
         return "several kernels read it, or its rows are others"
-    for first, second, reason in _REASONS:
-        if first in ("", writer) and second in ("", reader):
+    for first, second, reason in reasons:
+        if first in ("", _kind(writer)) and second in ("", _kind(reader)):
             return reason
     return "no rule puts these two together"

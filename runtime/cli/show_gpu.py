@@ -31,14 +31,14 @@ def show_gpu(what: str, model: str, target: str, strict: bool, ops: Iterable[Pat
             found = load_gpu_model(options, progress)
         _show_kernels(found, as_json)
         return
-    graph, fused, program = load_gpu_graphs(options)
+    graphs = load_gpu_graphs(options)
     if what == "plan":
         if as_json:
-            print_json(plan_rows(program), indent=2)
+            print_json(plan_rows(graphs), indent=2)
         else:
-            typer.echo(format_plan(program), nl=False)
+            typer.echo(format_plan(graphs), nl=False)
         return
-    chosen = graph if what == "graph" else fused
+    chosen = graphs.graph if what == "graph" else graphs.fused
     if as_json:
         print_json(to_json(chosen), indent=2)
     else:

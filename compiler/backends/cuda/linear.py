@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from pagec.compiler.backends.cuda.emit import ELEMENTS, CudaKernel, make_kernel
+from pagec.compiler.backends.cuda.kv_write import CacheUse, place_arrays, place_params
 from pagec.compiler.backends.cuda.values import Values
 from pagec.compiler.dims import row_stride
 from pagec.compiler.errors import CompileError
@@ -48,13 +50,16 @@ class LinearShape:
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """What follows: lines of Triton on y0 (and y1, the second part), the arrays they use, the arguments
-    behind them; `width`: elements of a row, where not all columns are (else 0)."""
+    behind them; `width`: elements of a row, where not all columns are (else 0).
+
+    `write`: instead of lines, parameters of rope_write (see kv_write.place_params)."""
 
     ops: tuple[str, ...]
     lines: tuple[str, ...]
     arrays: tuple[tuple[str, str], ...]
     args: tuple[str, ...] = ()
     width: int = 0
+    write: Mapping[str, Any] | None = None
 
 
 def plain(shape: LinearShape, out: str) -> Epilogue:
@@ -68,9 +73,9 @@ def shape_of(node: Node, graph: Graph) -> LinearShape:
     """Of a linear or fused.linear node."""
     linear = _linear(node)
     x, y = graph.type(linear.inputs[0][1:]), graph.type(linear.outputs[0])
+    assert y.rows is not None
     parts = len(_slices(node)) or 1
     n = parts * row_stride(y.inner[1:]) if parts > 1 else row_stride(y.inner)
-    assert y.rows is not None
     return LinearShape(n, row_stride(x.inner), x.dtype, Counts[y.rows], len(linear.inputs) > 2, parts)
 
 
@@ -92,10 +97,21 @@ def epilogue_of(node: Node, graph: Graph, shape: LinearShape, bn: int) -> Epilog
     )
 
 
-def linear_of(node: Node, graph: Graph, knobs: LinearKnobs) -> tuple[tuple[CudaKernel, tuple[str, ...]], ...]:
-    """The kernels of a linear or fused.linear node and their arguments as program.py has them."""
+def write_of(node: Node, graph: Graph, use: CacheUse, table: str) -> Epilogue:
+    """Of a fused.linear node that ropes and writes q, k and v: see kv_write."""
+    arrays, args = place_arrays(node, graph, use, table)
+    ops = ("rope", "kv_write") if node.find("rope") else ("kv_write",)
+    return Epilogue(ops, (), arrays, args, write=place_params(node, graph, use))
+
+
+def linear_of(
+    node: Node, graph: Graph, knobs: LinearKnobs, write: Epilogue | None = None
+) -> tuple[tuple[CudaKernel, tuple[str, ...]], ...]:
+    """The kernels of a linear or fused.linear node and their arguments as program.py has them; `write`: what
+    follows, where that is write_of."""
     shape = shape_of(node, graph)
-    epilogue = epilogue_of(node, graph, shape, knobs.BN if knobs.splits == 1 else _sum_columns(shape))
+    columns = knobs.BN if knobs.splits == 1 else _sum_columns(shape)
+    epilogue = write or epilogue_of(node, graph, shape, columns)
     inner = _linear(node)
     first = (f"value:{inner.inputs[0][1:]}", f"weight:{inner.inputs[1][1:]}")
     bias = (f"weight:{inner.inputs[2][1:]}",) if shape.bias else ()
@@ -117,7 +133,7 @@ def _slices(node: Node) -> dict[str, int]:
     return {
         n.outputs[0]: int(str(n.attrs["start"]))
         for n in node.body
-        if n.op == "slice" and n.inputs[0][1:] == result
+        if n.op == "slice" and n.inputs[0][1:] == result and n.attrs.get("drop_axis")
     }
 
 
@@ -175,6 +191,7 @@ def _params(shape: LinearShape, epilogue: Epilogue, knobs: LinearKnobs) -> dict[
         "lines": list(epilogue.lines),
         "width": epilogue.width,
         "masked": bool(epilogue.width),
+        "write": epilogue.write,
         "BM": knobs.BM,
         "BN": knobs.BN,
         "BK": knobs.BK,

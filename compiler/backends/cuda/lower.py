@@ -16,8 +16,8 @@ from pagec.compiler.backends.cuda.attention import AttentionShape, decode, merge
 from pagec.compiler.backends.cuda.emit import CudaKernel
 from pagec.compiler.backends.cuda.experts import expert_columns, expert_lists, grouped_linear, top_k
 from pagec.compiler.backends.cuda.knobs import Choice, Chooser
-from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, kv_write
-from pagec.compiler.backends.cuda.linear import LinearShape, linear_of, shape_of
+from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, cache_of, kv_write
+from pagec.compiler.backends.cuda.linear import LinearShape, linear_of, shape_of, write_of
 from pagec.compiler.backends.cuda.rowwise import RowwiseKnobs, rowwise
 from pagec.compiler.backends.cuda.sample import sample
 from pagec.compiler.backends.cuda.tokens import argmax, embed
@@ -126,9 +126,10 @@ class Lowering:
         if knobs.splits > 1:
             self._scratch(4 * knobs.splits * rows * shape.n)
         own = self._matrix(node, shape)
+        write = write_of(node, self.graph, *self._cache(node)) if node.find("kv_write") else None
         return tuple(
             Call(node, kernel, self._packed(args, own), choice)
-            for kernel, args in linear_of(node, self.graph, knobs)
+            for kernel, args in linear_of(node, self.graph, knobs, write)
         )
 
     def _matrix(self, node: Node, shape: LinearShape) -> dict[str, str]:
@@ -136,7 +137,8 @@ class Lowering:
         linear = node.find("linear")
         assert linear is not None
         x, y = self.graph.type(linear.inputs[0][1:]), self.graph.type(linear.outputs[0])
-        layout = Layout(y.inner, side_by_side=int(shape.parts > 1))
+        turned = _turned_halves(node) if node.find("kv_write") else 0
+        layout = Layout(y.inner, side_by_side=int(shape.parts > 1), turned=turned)
         weight = linear.inputs[1][1:]
         own = {f"weight:{weight}": f"weight:{self.packer.matrix(weight, layout, x.inner, x.dtype)}"}
         if shape.bias:
@@ -155,19 +157,18 @@ class Lowering:
         return Call(node, kernel, (*args, *_values(node.outputs[0])))
 
     def _kv_write(self, node: Node) -> Call:
-        write = node.find("kv_write")
-        rope = node.find("rope")
-        assert write is not None
-        cache = self.graph.types[write.outputs[0]]
-        assert isinstance(cache, CacheType)
-        kv, table = self.settings.kv, ""
+        kernel, args = kv_write(node, self.graph, *self._cache(node), KvWriteKnobs())
+        return Call(node, kernel, self._packed(args))
+
+    def _cache(self, node: Node) -> tuple[CacheUse, str]:
+        """The cache that a node writes, and the argument of its rope's table (empty without rope)."""
+        kv, rope, table = self.settings.kv, node.find("rope"), ""
         if rope is not None:
             config = RopeConfig.from_attrs(rope.attrs)
             turns = tuple(float(f) for f in frequencies(config))
             table = f"table:{self.packer.rope_table(turns, self.settings.max_len, config.scale)}"
-        use = CacheUse(kv.dtype, kv.block_size, self.settings.max_len, kv.place(cache.layer)[0])
-        kernel, args = kv_write(node, self.graph, use, table, KvWriteKnobs())
-        return Call(node, kernel, self._packed(args))
+        group = kv.place(cache_of(node, self.graph).layer)[0]
+        return CacheUse(kv.dtype, kv.block_size, self.settings.max_len, group), table
 
     def _attention(self, node: Node, rows: int) -> tuple[Call, ...]:
         """Chunks, single new tokens, and what puts the latter's splits together: each finds its own items."""
@@ -233,6 +234,13 @@ class Lowering:
         inner = self.graph.weights[name].inner
         packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
         return f"weight:{packed}"
+
+
+def _turned_halves(node: Node) -> int:
+    """Elements of a head that rope turns, if their pairs are a half apart."""
+    rope = node.find("rope")
+    config = RopeConfig.from_attrs(rope.attrs) if rope else None
+    return config.dims if config and not config.interleaved else 0
 
 
 def core_cache(core: Node, graph: Graph) -> str:

@@ -8,6 +8,7 @@ from typing import Final
 
 from pagec.compiler.backends.cuda.attention import query_tile
 from pagec.compiler.backends.cuda.emit import CudaKernel
+from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.backends.cuda.knobs import Choice, Chooser
 from pagec.compiler.backends.cuda.lower import Lowering, Settings
 from pagec.compiler.backends.cuda.tokens import copy_blocks
@@ -46,6 +47,7 @@ def make_gpu_plan(
 ) -> GpuPlan:
     """The program of a fused graph; `source` is the same graph before the passes. `block_size` None: as the
     tables have it."""
+    fused = fuse_writes(fused)
     size = block_size or _tuned_block(source, fused, max_len, capacity, kv_dtype, chooser) or BLOCK_SIZE
     kv = kv_layout(fused, kv_dtype, size, "rows")
     lowering = Lowering(fused, source, Settings(capacity, max_len, kv, chooser))

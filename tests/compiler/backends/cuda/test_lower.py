@@ -12,6 +12,7 @@ from support.graphs import llama_graph, llama_text
 from support.interpret import KINDS, interpret
 
 from pagec.compiler import reference
+from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.backends.cuda.knobs import Chooser
 from pagec.compiler.backends.cuda.lower import Call, Lowering, Settings
 from pagec.compiler.backends.targets import load_cuda_target
@@ -32,7 +33,7 @@ class Model:
 
     def __init__(self, source: Graph) -> None:
         self.source = source
-        self.graph = run_passes(self.source, Numbers("f32", "f32"))
+        self.graph = fuse_writes(run_passes(self.source, Numbers("f32", "f32")))
         self.kv = kv_layout(self.graph, "f32", BLOCK, "rows")
         target, capacity = load_cuda_target("h100"), Capacity(BUCKET, 4, BUCKET)
         settings = Settings(capacity, MAX_LEN, self.kv, Chooser(target, {}))
