@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ class Apart:
     reason: str
 
 
+NOTHING: Final[Mapping[str, int]] = {}
 # Why a value goes through memory: (what writes it, what reads it) -> reason. The first that fits is told.
 _Reasons = tuple[tuple[str, str, str], ...]
 _OF_CPUS: Final[_Reasons] = (
@@ -58,7 +59,7 @@ _OF_GPUS: Final[_Reasons] = (
     ("linear", "rowwise", "a row is more than the columns of a tile"),
     ("linear", "argmax", "a row is more than the columns of a tile"),
     ("linear", "sample", "a row is more than the columns of a tile"),
-    ("rowwise", "linear", "every tile of columns would do it anew"),
+    ("rowwise", "linear", "it is more than a norm and its rounding, or others read it too"),
     ("rowwise", "kv_write", "no rule takes this row-wise work into a KV write"),
     ("kv_write", "attention", "attention waits for the keys that other programs write"),
     ("attention", "linear", "each sum of the linear runs over all heads, which other programs compute"),
@@ -69,19 +70,22 @@ _OF_GPUS: Final[_Reasons] = (
 )
 
 
-def fusion_rows(graph: Graph, target: CpuTarget | CudaTarget) -> dict[str, list[dict[str, Any]]]:
-    """`taken` and `apart`, as JSON."""
+def fusion_rows(
+    graph: Graph, target: CpuTarget | CudaTarget, few: Mapping[str, int] = NOTHING
+) -> dict[str, list[dict[str, Any]]]:
+    """`taken` and `apart`, as JSON. `few`: of norms that linears may do themselves on a GPU, up to how many
+    rows they do (see fuse_norm.py)."""
     taken = Counter(_taken(graph))
-    apart = Counter(_apart(graph, target))
+    apart = Counter(_apart(graph, target, few))
     return {
         "taken": [asdict(Taken(kind, ops, n, saved)) for (kind, ops, saved), n in taken.items()],
         "apart": [asdict(Apart(a, b, n, size, reason)) for (a, b, size, reason), n in apart.items()],
     }
 
 
-def format_fusion(graph: Graph, target: CpuTarget | CudaTarget) -> str:
+def format_fusion(graph: Graph, target: CpuTarget | CudaTarget, few: Mapping[str, int] = NOTHING) -> str:
     """The same as text."""
-    rows = fusion_rows(graph, target)
+    rows = fusion_rows(graph, target, few)
     lines = ["in one kernel, and bytes per row that are not written and read again"]
     lines += [
         f"  {row['count']:>4} x {row['kernel']:28} {row['saved_bytes_per_row']:>8,}  {' + '.join(row['ops'])}"
@@ -111,9 +115,11 @@ def _taken(graph: Graph) -> Iterator[tuple[str, tuple[str, ...], int]]:
 Why = Callable[[Node, Node], str]
 
 
-def _apart(graph: Graph, target: CpuTarget | CudaTarget) -> Iterator[tuple[str, str, int, str]]:
+def _apart(
+    graph: Graph, target: CpuTarget | CudaTarget, few: Mapping[str, int]
+) -> Iterator[tuple[str, str, int, str]]:
     producers = graph.producers()
-    why = _why_on_cpus(graph, target) if isinstance(target, CpuTarget) else _why_on_gpus(graph)
+    why = _why_on_cpus(graph, target) if isinstance(target, CpuTarget) else _why_on_gpus(graph, few)
     for node in graph.nodes:
         for name in dict.fromkeys(node.values()):
             writer = producers.get(name)
@@ -142,10 +148,16 @@ def _why_on_cpus(graph: Graph, target: CpuTarget) -> Why:
     return why
 
 
-def _why_on_gpus(graph: Graph) -> Why:
+def _why_on_gpus(graph: Graph, few: Mapping[str, int]) -> Why:
     refused = refused_writes(graph)
 
     def why(writer: Node, reader: Node) -> str:
+        rows = few.get(writer.outputs[0]) if reader.find("linear") else None
+        if rows is not None:
+            return (
+                f"in steps of more than {rows} rows, which too many programs would norm again; "
+                "of fewer the linear does it itself"
+            )
         return refused.get(reader.outputs[0]) or _reason(writer, reader, _OF_GPUS)
 
     return why

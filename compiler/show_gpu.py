@@ -11,6 +11,7 @@ from typing import Any
 
 from pagec.compiler.artifact import KERNELS, Artifact, CompiledKernel, GpuArtifact, look_at
 from pagec.compiler.backends.cuda.build import Progress
+from pagec.compiler.backends.cuda.fuse_norm import find_norms
 from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.backends.cuda.output import compiled_kernel
 from pagec.compiler.backends.cuda.resources import Resources, occupancy
@@ -169,8 +170,19 @@ def plan_rows(model: GpuGraphs) -> dict[str, Any]:
             for part, spans in (("body", program.body), ("head", program.head))
             for span in spans
         ],
-        "fusion": fusion_rows(model.fused, model.target),
+        "fusion": fusion_rows(model.fused, model.target, rows_of_norms(model)),
     }
+
+
+def rows_of_norms(model: GpuGraphs) -> dict[str, int]:
+    """Of each norm that a linear may do itself: the rows of the largest span that does not launch it."""
+    names = [norm.node.outputs[0] for norm in find_norms(model.fused).values()]
+    found = dict.fromkeys(names, 0)
+    for spans in (model.program.body, model.program.head):
+        launched = {span.rows: {launch.name for launch in span.launches} for span in spans}
+        for name in set(names) & set().union(*launched.values()):
+            found[name] = max((rows for rows, there in launched.items() if name not in there), default=0)
+    return found
 
 
 def counted(span: Span) -> Iterator[tuple[str, str, int]]:
@@ -195,6 +207,6 @@ def format_plan(model: GpuGraphs) -> str:
             f"workspace    {rows['workspace_bytes']:,} bytes for T = {T}, S = {S}, R = {R}",
             f"KV           {rows['kv_block_bytes']:,} bytes per block of {program.kv.block_size} tokens",
             "",
-            format_fusion(model.fused, model.target),
+            format_fusion(model.fused, model.target, rows_of_norms(model)),
         ]
     )

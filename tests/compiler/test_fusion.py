@@ -78,3 +78,10 @@ def test_on_gpus_a_write_that_is_apart_says_why() -> None:
     rows = fusion_rows(graph, load_target("a100"))["apart"]
     (reason,) = [row["reason"] for row in rows if row["reader"] == "kv_write"]
     assert "norms of heads" in reason
+
+
+def test_on_gpus_a_norm_says_for_how_many_rows_it_is_apart() -> None:
+    rows = fusion_rows(fused(), load_target("h100"), {"l0.h.1.bf16": 8})["apart"]
+    reasons = [row["reason"] for row in rows if (row["writer"], row["reader"]) == ("rowwise", "linear")]
+    assert any("more than 8 rows" in reason for reason in reasons)
+    assert any("more than a norm" in reason for reason in reasons)

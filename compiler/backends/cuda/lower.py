@@ -15,9 +15,10 @@ from typing import Final
 from pagec.compiler.backends.cuda.attention import AttentionShape, decode, merge, prefill
 from pagec.compiler.backends.cuda.emit import CudaKernel
 from pagec.compiler.backends.cuda.experts import expert_columns, expert_lists, grouped_linear, top_k
+from pagec.compiler.backends.cuda.fuse_norm import FEW, find_norms, most_rows
 from pagec.compiler.backends.cuda.knobs import Choice, Chooser
 from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, cache_of, kv_write
-from pagec.compiler.backends.cuda.linear import LinearShape, linear_of, shape_of, write_of
+from pagec.compiler.backends.cuda.linear import LinearShape, Prologue, linear_of, shape_of, write_of
 from pagec.compiler.backends.cuda.rowwise import RowwiseKnobs, rowwise
 from pagec.compiler.backends.cuda.sample import sample
 from pagec.compiler.backends.cuda.tokens import argmax, embed
@@ -83,6 +84,10 @@ class Lowering:
         self.packer = RowMajor(graph, source.weights, 0)
         self.scratch_bytes = 0  # launches that need scratch memory share one area
         self.chooser = settings.chooser
+        self.norms = {} if self.chooser.strict else find_norms(graph)
+        # Up to how many rows a norm is left to the linear behind it, by the norm's result.
+        self.few = {norm.node.outputs[0]: self._most(name) for name, norm in self.norms.items()}
+        self.chooser.limits |= set(self.few.values()) - {0}
 
     def lower(self, node: Node, rows: int) -> tuple[Call, ...]:
         """The launches of a node in a bucket of up to `rows` rows; CompileError if it has no kernel."""
@@ -91,6 +96,8 @@ class Lowering:
                 return (self._embed(node),)
             case "linear" | "fused.linear":
                 return self._linear(node, rows)
+            case "fused.rowwise" if rows <= self.few.get(node.outputs[0], 0):
+                return ()
             case "fused.rowwise":
                 kernel, args = rowwise(node, self.graph, RowwiseKnobs())
                 return (Call(node, kernel, self._packed(args)),)
@@ -125,12 +132,32 @@ class Lowering:
         knobs, choice = self.chooser.linear(shape, rows)
         if knobs.splits > 1:
             self._scratch(4 * knobs.splits * rows * shape.n)
-        own = self._matrix(node, shape)
+        own, norm = self._matrix(node, shape), self._prologue(node, rows)
+        if norm:  # if the kernel does not compile clean, it is the norm that is left out first
+            choice = _norm_choice(shape)
         write = write_of(node, self.graph, *self._cache(node)) if node.find("kv_write") else None
         return tuple(
             Call(node, kernel, self._packed(args, own), choice)
-            for kernel, args in linear_of(node, self.graph, knobs, write)
+            for kernel, args in linear_of(node, self.graph, knobs, write, norm)
         )
+
+    def _prologue(self, node: Node, rows: int) -> Prologue | None:
+        """The norm that a linear does itself in a bucket of up to `rows` rows."""
+        norm = self.norms.get(node.outputs[0])
+        return norm.prologue if norm and rows <= self.few[norm.node.outputs[0]] else None
+
+    def _most(self, name: str) -> int:
+        node = self.graph.producers()[name]
+        shape = shape_of(node, self.graph)
+        if _norm_choice(shape) in self.chooser.refused:
+            return 0
+        knobs = [self.chooser.linear(shape, rows)[0] for rows in FEW]
+        return most_rows(self.norms[name], self.graph, shape, knobs, self.chooser.target)
+
+    def reads(self, node: Node) -> tuple[str, ...]:
+        """The values that a node's launches read, in buckets of any size."""
+        norm = self.norms.get(node.outputs[0])
+        return (*node.values(), *((norm.prologue.source,) if norm else ()))
 
     def _matrix(self, node: Node, shape: LinearShape) -> dict[str, str]:
         """How the linear's own weights are packed."""
@@ -234,6 +261,11 @@ class Lowering:
         inner = self.graph.weights[name].inner
         packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
         return f"weight:{packed}"
+
+
+def _norm_choice(shape: LinearShape) -> Choice:
+    """That linears of a shape do the norm before them while rows are few."""
+    return Choice(f"norm/n{shape.n}_k{shape.k}", 0)
 
 
 def _turned_halves(node: Node) -> int:

@@ -61,7 +61,11 @@ def make_gpu_plan(
     }
     copy = copy_blocks(max(kv.spans, 1), kv.span_bytes)
     made.kernels[copy.key] = copy
-    uses = [[(tuple(node.values()), node.outputs) for node in nodes] for nodes in (body, head)]
+    placed = {arg for part in spans.values() for span in part for one in span.launches for arg in one.args}
+    uses = [
+        [(lowering.reads(n), [name for name in n.outputs if f"buffer:{name}" in placed]) for n in nodes]
+        for nodes in (body, head)
+    ]
     buffers, slots = assign_slots(fused, uses[0], uses[1])
     per_item = max((shape.heads for shape in attention), default=0)
     width = max((shape.padded for shape in attention), default=0)
