@@ -37,7 +37,7 @@ from pagec.compiler.packing import STORAGE, Array, nbytes
 from pagec.compiler.program import PackedWeight, Program
 from pagec.compiler.target import CpuTarget, CudaTarget, check_runs_on, host
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 MANIFEST: Final = "manifest.json"
 WEIGHTS: Final = "weights.safetensors"
 KERNELS: Final = "kernels"

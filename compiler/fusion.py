@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from pagec.compiler.backends.cpu.prologue import find_prologues
 from pagec.compiler.backends.cpu.rowwise import REDUCTIONS
+from pagec.compiler.backends.cuda.fuse_write import refused_writes
 from pagec.compiler.ir import CacheType, Graph, Node
-from pagec.compiler.target import CpuTarget
+from pagec.compiler.target import CpuTarget, CudaTarget
 from pagec.compiler.verifier import VIEWS
 
 
@@ -35,55 +36,58 @@ class Apart:
     reason: str
 
 
-Reasons = tuple[tuple[str, str, str], ...]
+NOTHING: Final[Mapping[str, int]] = {}
 # Why a value goes through memory: (what writes it, what reads it) -> reason. The first that fits is told.
-_EVERYWHERE: Final[Reasons] = (
+_Reasons = tuple[tuple[str, str, str], ...]
+_EVERYWHERE: Final[_Reasons] = (
     ("rowwise", "kv_write", "no rule takes this row-wise work into a KV write"),
     ("rowwise", "rowwise", "a residual sum, which is read again later"),
     ("rope", "", "rope is fused with a KV write alone"),
     ("embed", "", "no rule takes an embedding into what reads it"),
+    ("attention", "rowwise", "a row is more than the heads of an item"),
     ("", "top_k_of", "experts are chosen from whole rows"),
     ("", "expert_lists", "an expert's list is of all rows"),
     ("", "grouped_linear", "rows are taken expert by expert"),
     ("grouped_linear", "", "rows are written expert by expert"),
 )
-_ON_CPUS: Final[Reasons] = (
+_OF_CPUS: Final[_Reasons] = (
     ("linear", "linear", "each sum runs over all columns of the linear before, which all workers compute"),
     ("linear", "kv_write", "words of K lie 16 tokens apart: a register tile would store them one by one"),
     ("linear", "rowwise", "a row is more than the columns of a register tile"),
     ("linear", "argmax", "where only the index is wanted, the linear finds it and writes no logits"),
     ("kv_write", "attention", "attention waits for the keys that other workers write"),
     ("attention", "linear", "each sum of the linear runs over all heads, which all workers compute"),
-    ("attention", "rowwise", "a row is more than the heads of an item"),
     *_EVERYWHERE,
 )
-_ON_GPUS: Final[Reasons] = (
-    ("linear", "linear", "each sum runs over all columns of the linear before, tiles of many programs"),
-    ("linear", "kv_write", "it would take registers of the linear's tiles, and is bound by memory alone"),
+_OF_GPUS: Final[_Reasons] = (
+    ("linear", "linear", "each sum runs over all columns of the linear before, which other programs compute"),
+    ("linear", "attention", "attention waits for the keys that other programs write"),
     ("linear", "rowwise", "a row is more than the columns of a tile"),
-    ("rowwise", "linear", "each tile of columns would do the rows' work anew"),
-    ("linear", "argmax", "a row's logits are tiles of many programs"),
-    ("linear", "sample", "a row's logits are tiles of many programs"),
+    ("linear", "argmax", "a row is more than the columns of a tile"),
+    ("linear", "sample", "a row is more than the columns of a tile"),
+    ("rowwise", "linear", "it is more than a norm and its rounding, or others read it too"),
     ("kv_write", "attention", "attention waits for the keys that other programs write"),
     ("attention", "linear", "each sum of the linear runs over all heads, which other programs compute"),
-    ("attention", "rowwise", "a row is more than the heads of an item"),
     *_EVERYWHERE,
 )
 
 
-def fusion_rows(graph: Graph, cpu: CpuTarget | None) -> dict[str, list[dict[str, Any]]]:
-    """`taken` and `apart`, as JSON. `cpu`: what the graph is for; None: a GPU."""
+def fusion_rows(
+    graph: Graph, target: CpuTarget | CudaTarget, few: Mapping[str, int] = NOTHING
+) -> dict[str, list[dict[str, Any]]]:
+    """`taken` and `apart`, as JSON. `few`: of norms that linears may do themselves on a GPU, up to how many
+    rows they do (see fuse_norm.py)."""
     taken = Counter(_taken(graph))
-    apart = Counter(_apart(graph, cpu))
+    apart = Counter(_apart(graph, target, few))
     return {
         "taken": [asdict(Taken(kind, ops, n, saved)) for (kind, ops, saved), n in taken.items()],
         "apart": [asdict(Apart(a, b, n, size, reason)) for (a, b, size, reason), n in apart.items()],
     }
 
 
-def format_fusion(graph: Graph, cpu: CpuTarget | None) -> str:
+def format_fusion(graph: Graph, target: CpuTarget | CudaTarget, few: Mapping[str, int] = NOTHING) -> str:
     """The same as text."""
-    rows = fusion_rows(graph, cpu)
+    rows = fusion_rows(graph, target, few)
     lines = ["in one kernel, and bytes per row that are not written and read again"]
     lines += [
         f"  {row['count']:>4} x {row['kernel']:28} {row['saved_bytes_per_row']:>8,}  {' + '.join(row['ops'])}"
@@ -109,38 +113,62 @@ def _taken(graph: Graph) -> Iterator[tuple[str, tuple[str, ...], int]]:
             yield _kind(node), ops, 2 * sum(graph.row_bytes(name) for name in inside)
 
 
-def _apart(graph: Graph, cpu: CpuTarget | None) -> Iterator[tuple[str, str, int, str]]:
+# Why a reader does not do what a writer does itself, from (writer, reader).
+Why = Callable[[Node, Node], str]
+
+
+def _apart(
+    graph: Graph, target: CpuTarget | CudaTarget, few: Mapping[str, int]
+) -> Iterator[tuple[str, str, int, str]]:
     producers = graph.producers()
-    prologues = _prologues(graph, cpu) if cpu else {}
+    why = _why_on_cpus(graph, target) if isinstance(target, CpuTarget) else _why_on_gpus(graph, few)
     for node in graph.nodes:
         for name in dict.fromkeys(node.values()):
             writer = producers.get(name)
             if writer is None or isinstance(graph.types[name], CacheType):
                 continue
-            kinds = _kind(writer), _kind(node)
             linear = node.find("linear")
             if linear and f"%{name}" != linear.inputs[0]:
                 reason = "a residual sum, which is read again later"
-            elif kinds == ("rowwise", "linear") and name in prologues:
-                reason = prologues[name]
             else:
-                reason = _reason(*kinds, node, _ON_CPUS if cpu else _ON_GPUS)
-            yield *kinds, graph.row_bytes(name), reason
+                reason = why(writer, node)
+            yield _kind(writer), _kind(node), graph.row_bytes(name), reason
 
 
-def _prologues(graph: Graph, cpu: CpuTarget) -> dict[str, str]:
-    """Why the linears of a CPU leave row-wise work before them to a kernel of its own, by its result."""
-    found, refused = find_prologues(graph, cpu)
-    rows = {p.node.outputs[0]: p.rows for p in found.values()}
-    written = {node.outputs[0] for node in graph.nodes if _kind(node) == "rowwise"}
-    shared = "in steps of more than {} rows, which the workers share out; of fewer the linear does it itself"
-    return {name: refused.get(name) or shared.format(rows.get(name, 0)) for name in written}
+def _why_on_cpus(graph: Graph, target: CpuTarget) -> Why:
+    found, refused = find_prologues(graph, target)
+    itself = {p.node.outputs[0]: p.rows for p in found.values()}
+
+    def why(writer: Node, reader: Node) -> str:
+        if (_kind(writer), _kind(reader)) == ("rowwise", "linear"):
+            return refused.get(writer.outputs[0]) or (
+                f"in steps of more than {itself.get(writer.outputs[0], 0)} rows, "
+                "which the workers share out; of fewer the linear does it itself"
+            )
+        return _reason(writer, reader, _OF_CPUS)
+
+    return why
 
 
-def _reason(writer: str, reader: str, node: Node, reasons: Reasons) -> str:
-    if reader == "rowwise" and not any(inner.op in REDUCTIONS for inner in node.body):
+def _why_on_gpus(graph: Graph, few: Mapping[str, int]) -> Why:
+    refused = refused_writes(graph)
+
+    def why(writer: Node, reader: Node) -> str:
+        rows = few.get(writer.outputs[0]) if reader.find("linear") else None
+        if rows is not None:
+            return (
+                f"in steps of more than {rows} rows, which too many programs would norm again; "
+                "of fewer the linear does it itself"
+            )
+        return refused.get(reader.outputs[0]) or _reason(writer, reader, _OF_GPUS)
+
+    return why
+
+
+def _reason(writer: Node, reader: Node, reasons: _Reasons) -> str:
+    if _kind(reader) == "rowwise" and not any(inner.op in REDUCTIONS for inner in reader.body):
         return "several kernels read it, or its rows are others"
     for first, second, reason in reasons:
-        if first in ("", writer) and second in ("", reader):
+        if first in ("", _kind(writer)) and second in ("", _kind(reader)):
             return reason
     return "no rule puts these two together"

@@ -18,10 +18,12 @@ class Layout:
     """How an axis of a weight follows rows of shape `inner`: padded as they are.
 
     `side_by_side`: columns that each of inner[0] equal parts has in a register tile; the parts take turns.
+    `turned`: so many elements of each group, two halves, take turns one by one.
     """
 
     inner: tuple[int, ...]
     side_by_side: int = 0
+    turned: int = 0
 
     @property
     def width(self) -> int:
@@ -36,6 +38,8 @@ class Layout:
         steps: list[Step] = []
         if padded != size:
             steps.append(("groups", (axis, count, size, padded)))
+        if self.turned:
+            steps.append(("pairs", (axis, padded, self.turned)))
         if self.width != count * padded:
             steps.append(("pad", (axis, self.width)))
         if self.side_by_side:

@@ -4,6 +4,8 @@ Each step is (name, arguments) on one float32 array; each has an exact inverse (
 uses to read a packed file again. Steps, in the order in which they occur:
 
     groups(axis, count, size, padded)   an axis of count x size elements, each group padded with zeros
+    pairs(axis, size, turned)           an axis of groups of `size`: of the first `turned` elements of each
+                                        the two halves take turns
     pad(axis, length)                   zeros at the end of an axis
     interleave(axis, parts, chunk)      an axis of equal parts, a chunk of each in turn
     round()                             to bf16, nearest even; kept as uint16 bit patterns
@@ -62,6 +64,27 @@ def _groups_inverse(x: Array, args: tuple[int, ...], before: tuple[int, ...]) ->
     return x[(slice(None),) * (axis + 1) + (slice(0, size),)].reshape(before)
 
 
+def _pairs(x: Array, args: tuple[int, ...]) -> Array:
+    axis, size, turned = args
+    return _within_groups(x, axis, _paired(size, turned))
+
+
+def _pairs_inverse(x: Array, args: tuple[int, ...], before: tuple[int, ...]) -> Array:  # noqa: ARG001
+    axis, size, turned = args
+    return _within_groups(x, axis, np.argsort(_paired(size, turned)))
+
+
+def _paired(size: int, turned: int) -> Array:
+    """0, turned/2, 1, turned/2 + 1, ..., then the rest as it is."""
+    halves = np.arange(turned).reshape(2, turned // 2)
+    return np.concatenate([halves.T.reshape(-1), np.arange(turned, size)])
+
+
+def _within_groups(x: Array, axis: int, order: Array) -> Array:
+    groups = x.reshape(*x.shape[:axis], -1, len(order), *x.shape[axis + 1 :])
+    return np.take(groups, order, axis + 1).reshape(x.shape)
+
+
 def _pad(x: Array, args: tuple[int, ...]) -> Array:
     axis, length = args
     widths = [(0, 0)] * x.ndim
@@ -97,6 +120,7 @@ def _tile_inverse(x: Array, args: tuple[int, ...], before: tuple[int, ...]) -> A
 
 _FORWARD: Mapping[str, Callable[[Array, tuple[int, ...]], Array]] = {
     "groups": _groups,
+    "pairs": _pairs,
     "pad": _pad,
     "interleave": _interleave,
     "round": lambda x, args: to_bf16(x),  # noqa: ARG005
@@ -104,6 +128,7 @@ _FORWARD: Mapping[str, Callable[[Array, tuple[int, ...]], Array]] = {
 }
 _INVERSE: Mapping[str, Callable[[Array, tuple[int, ...], tuple[int, ...]], Array]] = {
     "groups": _groups_inverse,
+    "pairs": _pairs_inverse,
     "pad": _pad_inverse,
     "interleave": _interleave_inverse,
     "round": lambda x, args, before: from_bf16(x),  # noqa: ARG005

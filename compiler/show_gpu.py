@@ -11,10 +11,13 @@ from typing import Any
 
 from pagec.compiler.artifact import KERNELS, Artifact, CompiledKernel, GpuArtifact, look_at
 from pagec.compiler.backends.cuda.build import Progress
+from pagec.compiler.backends.cuda.fuse_norm import find_norms
+from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.backends.cuda.output import compiled_kernel
 from pagec.compiler.backends.cuda.resources import Resources, occupancy
 from pagec.compiler.backends.targets import load_target
 from pagec.compiler.driver import CompileOptions, compile_gpu_model, find_source, plan_gpu_model
+from pagec.compiler.fusion import format_fusion, fusion_rows
 from pagec.compiler.gpu_program import GpuKernel, GpuProgram, Span
 from pagec.compiler.ir import Graph
 from pagec.compiler.launch import Counts
@@ -33,6 +36,16 @@ class GpuModel:
     target: CudaTarget
     kernels: Mapping[str, CompiledKernel]
     sources: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuGraphs:
+    """A model's graph before and after the passes, and the program for a GPU."""
+
+    graph: Graph
+    fused: Graph
+    program: GpuProgram
+    target: CudaTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +102,19 @@ def load_gpu_model(options: CompileOptions, progress: Progress) -> GpuModel:
     return GpuModel(build_graph(spec), plan.program, target, kernels, sources)
 
 
-def load_gpu_graphs(options: CompileOptions) -> tuple[Graph, Graph, GpuProgram]:
-    """The graph before and after the passes, and the program; nothing is compiled."""
+def load_gpu_graphs(options: CompileOptions) -> GpuGraphs:
+    """Of an artifact, or of what `options` name; nothing is compiled."""
     if Artifact.is_artifact(Path(options.model)):
         artifact = look_at(Path(options.model))
         assert isinstance(artifact, GpuArtifact)
         graph, numerics = artifact.graph(), artifact.manifest["numerics"]
         check_known(graph, str(artifact.path))
         numbers = Numbers(numerics["dtype"], numerics["kv_dtype"], numerics["residual"])
-        return graph, run_passes(graph, numbers), artifact.program
-    spec = find_source(options).spec
-    plan = plan_gpu_model(spec, options, _gpu(options))
-    return build_graph(spec), plan.graph, plan.program
+        fused = fuse_writes(run_passes(graph, numbers))
+        return GpuGraphs(graph, fused, artifact.program, artifact.target)
+    spec, target = find_source(options).spec, _gpu(options)
+    plan = plan_gpu_model(spec, options, target)
+    return GpuGraphs(build_graph(spec), plan.graph, plan.program, target)
 
 
 def _gpu(options: CompileOptions) -> CudaTarget:
@@ -137,8 +151,9 @@ def _most_rows(program: GpuProgram) -> dict[str, int]:
 # ----------------------------------------------------------------------------------------- plan
 
 
-def plan_rows(program: GpuProgram) -> dict[str, Any]:
-    """Launches by span, and the memory that the program asks for."""
+def plan_rows(model: GpuGraphs) -> dict[str, Any]:
+    """Launches by span, the memory that the program asks for, what was fused and what was not."""
+    program = model.program
     return {
         "capacity": asdict(program.capacity),
         "weights_bytes": sum(w.nbytes for w in program.weights),
@@ -155,7 +170,19 @@ def plan_rows(program: GpuProgram) -> dict[str, Any]:
             for part, spans in (("body", program.body), ("head", program.head))
             for span in spans
         ],
+        "fusion": fusion_rows(model.fused, model.target, rows_of_norms(model)),
     }
+
+
+def rows_of_norms(model: GpuGraphs) -> dict[str, int]:
+    """Of each norm that a linear may do itself: the rows of the largest span that does not launch it."""
+    names = [norm.node.outputs[0] for norm in find_norms(model.fused).values()]
+    found = dict.fromkeys(names, 0)
+    for spans in (model.program.body, model.program.head):
+        launched = {span.rows: {launch.name for launch in span.launches} for span in spans}
+        for name in set(names) & set().union(*launched.values()):
+            found[name] = max((rows for rows, there in launched.items() if name not in there), default=0)
+    return found
 
 
 def counted(span: Span) -> Iterator[tuple[str, str, int]]:
@@ -164,9 +191,9 @@ def counted(span: Span) -> Iterator[tuple[str, str, int]]:
     return ((kernel, count, many) for (kernel, count), many in counts.items())
 
 
-def format_plan(program: GpuProgram) -> str:
-    """The plan as text: kernels by number of rows, then the memory."""
-    rows = plan_rows(program)
+def format_plan(model: GpuGraphs) -> str:
+    """The plan as text: kernels by number of rows, then the memory, then fusion."""
+    program, rows = model.program, plan_rows(model)
     lines = []
     for span in rows["spans"]:
         lines.append(f"{span['part']}, up to {span['rows']:,} rows")
@@ -180,5 +207,6 @@ def format_plan(program: GpuProgram) -> str:
             f"workspace    {rows['workspace_bytes']:,} bytes for T = {T}, S = {S}, R = {R}",
             f"KV           {rows['kv_block_bytes']:,} bytes per block of {program.kv.block_size} tokens",
             "",
+            format_fusion(model.fused, model.target, rows_of_norms(model)),
         ]
     )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 def show_gpu(what: str, model: str, target: str, strict: bool, ops: Iterable[Path], as_json: bool) -> None:
     """`what`: graph, fused, plan or kernels."""
     from pagec.compiler.driver import CompileOptions
-    from pagec.compiler.fusion import format_fusion, fusion_rows
     from pagec.compiler.ir import format_graph, to_json
     from pagec.compiler.show_gpu import format_plan, load_gpu_graphs, load_gpu_model, plan_rows
     from pagec.compiler.user_ops import load_ops
@@ -32,14 +31,14 @@ def show_gpu(what: str, model: str, target: str, strict: bool, ops: Iterable[Pat
             found = load_gpu_model(options, progress)
         _show_kernels(found, as_json)
         return
-    graph, fused, program = load_gpu_graphs(options)
+    graphs = load_gpu_graphs(options)
     if what == "plan":
         if as_json:
-            print_json({**plan_rows(program), "fusion": fusion_rows(fused, None)}, indent=2)
+            print_json(plan_rows(graphs), indent=2)
         else:
-            typer.echo(f"{format_plan(program)}\n{format_fusion(fused, None)}", nl=False)
+            typer.echo(format_plan(graphs), nl=False)
         return
-    chosen = graph if what == "graph" else fused
+    chosen = graphs.graph if what == "graph" else graphs.fused
     if as_json:
         print_json(to_json(chosen), indent=2)
     else:

@@ -20,7 +20,7 @@ from pagec.compiler.packing import (
     to_bf16,
     unpack,
 )
-from pagec.compiler.program import KvGroup, KvKind, KvLayout
+from pagec.compiler.program import KvGroup, KvKind, KvLayout, PackedWeight
 
 floats = hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32, allow_nan=False))
 
@@ -69,6 +69,30 @@ def test_unpacking_a_matrix_gives_its_parts_back(
     for name, tensor in zip(names, tensors, strict=True):
         expected = from_bf16(to_bf16(tensor)) if dtype == "bf16" else tensor
         assert (unpack(weight, packed)[name] == expected).all()
+
+
+@given(
+    groups=st.integers(1, 4),
+    size=st.integers(2, 40),
+    axis=st.sampled_from([0, 1]),
+    data=st.data(),
+)
+def test_pairs_that_rope_turns_lie_side_by_side(
+    groups: int, size: int, axis: int, data: st.DataObject
+) -> None:
+    """Element i of a group and element i + turned/2; the rest of it stays. Unpacked it is what it was."""
+    turned = 2 * data.draw(st.integers(1, size // 2))
+    shape = (groups * size, 3) if axis == 0 else (3, groups * size)
+    steps = (("pairs", (axis, size, turned)),)
+    weight = PackedWeight("w", ("w",), (shape,), steps, "f32", shape)
+    x = np.arange(groups * size * 3, dtype=np.float32).reshape(shape)
+    packed = pack(weight, [x])
+    assert np.array_equal(unpack(weight, packed)["w"], x)
+    for group, before in zip(np.split(packed, groups, axis), np.split(x, groups, axis), strict=True):
+        columns, own = (np.moveaxis(a, axis, 0) for a in (group, before))
+        assert np.array_equal(columns[0:turned:2], own[: turned // 2])
+        assert np.array_equal(columns[1:turned:2], own[turned // 2 : turned])
+        assert np.array_equal(columns[turned:], own[turned:])
 
 
 @given(

@@ -14,8 +14,10 @@ from pagec.compiler.backends.cuda.attention import (
 )
 from pagec.compiler.backends.cuda.emit import CudaKernel
 from pagec.compiler.backends.cuda.experts import GroupedKnobs, expert_lists, grouped_linear, top_k
+from pagec.compiler.backends.cuda.fuse_norm import find_norms
+from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, kv_write
-from pagec.compiler.backends.cuda.linear import LinearKnobs, linear_of
+from pagec.compiler.backends.cuda.linear import LinearKnobs, linear_of, write_of
 from pagec.compiler.backends.cuda.rowwise import RowwiseKnobs, rowwise
 from pagec.compiler.backends.cuda.sample import sample
 from pagec.compiler.backends.cuda.tokens import argmax, copy_blocks, embed, take_tokens
@@ -77,8 +79,34 @@ def _linears() -> Iterator[CudaKernel]:
         yield from (kernel for kernel, _ in linear_of(product, graph, knobs))
     for knobs in (LinearKnobs(64, 128, 64, 4, 3), LinearKnobs(16, 64, 128, 4, 4, 1, splits=4)):
         yield from (kernel for kernel, _ in linear_of(residual, graph, knobs))
+    yield from _writes()
+    yield from _normed()
     many = fused_llama(576, 9, 3, 64, 1536, bias=True)
     yield from (kernel for kernel, _ in linear_of(first(many, "linear"), many, LinearKnobs(64, 64, 64, 4, 3)))
+
+
+def _writes() -> Iterator[CudaKernel]:
+    """q, k and v with rope and the KV write, for few rows and for many: Llama 1B, 8B, odd heads."""
+    sizes = ((2048, 32, 8, 64), (4096, 32, 8, 128), (2560, 32, 32, 80))
+    for hidden, heads, kv_heads, head_dim in sizes:
+        graph = fuse_writes(fused_llama(hidden, heads, kv_heads, head_dim, 2 * hidden))
+        node = next(n for n in graph.nodes if n.find("kv_write"))
+        write = write_of(node, graph, CacheUse("bf16", 64, 8192), "table:rope0")
+        tiles = [LinearKnobs(16, 64, 128, 4, 2, 1), LinearKnobs(128, 256, 64, 8, 2)]
+        tiles += [LinearKnobs(64, 128, 64, 4, 3, splits=4)]
+        for knobs in tiles:
+            yield from (kernel for kernel, _ in linear_of(node, graph, knobs, write))
+
+
+def _normed() -> Iterator[CudaKernel]:
+    """Gate and up of Llama 1B with the norm before them, for few rows."""
+    source = llama_graph(hidden=2048, heads=32, kv_heads=8, head_dim=64, inter=8192, layers=1)
+    graph = run_passes(source, Numbers("bf16", "bf16", "bf16"))
+    norm = find_norms(graph)
+    node = next(n for n in graph.nodes if n.outputs[0] in norm and n.find("activation"))
+    for knobs in (LinearKnobs(16, 32, 128, 4, 2, 1), LinearKnobs(16, 64, 128, 4, 4, 1, splits=4)):
+        prologue = norm[node.outputs[0]].prologue
+        yield from (kernel for kernel, _ in linear_of(node, graph, knobs, norm=prologue))
 
 
 def _experts() -> Iterator[CudaKernel]:

@@ -5,6 +5,8 @@ attention.py, linear.py, experts.py, rowwise.py, kv_write.py, sample.py, tokens.
 values.py        element-wise work and reductions as lines of Triton
 space.py         the knobs' values, and which of them a target can hold
 defaults.py      knobs where nothing has been tuned
+fuse_write.py    rope and the KV write into the linear before them
+fuse_norm.py     a norm into the linear behind it, for few rows
 lower.py         a node -> its kernels and their arguments
 emit.py          a kernel -> its source
 build.py         sources -> cubins (the only file that imports Triton)

@@ -15,9 +15,10 @@ from typing import Final
 from pagec.compiler.backends.cuda.attention import AttentionShape, decode, merge, prefill
 from pagec.compiler.backends.cuda.emit import CudaKernel
 from pagec.compiler.backends.cuda.experts import expert_columns, expert_lists, grouped_linear, top_k
+from pagec.compiler.backends.cuda.fuse_norm import FEW, find_norms, most_rows
 from pagec.compiler.backends.cuda.knobs import Choice, Chooser
-from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, kv_write
-from pagec.compiler.backends.cuda.linear import LinearShape, linear_of, shape_of
+from pagec.compiler.backends.cuda.kv_write import CacheUse, KvWriteKnobs, cache_of, kv_write
+from pagec.compiler.backends.cuda.linear import LinearShape, Prologue, linear_of, shape_of, write_of
 from pagec.compiler.backends.cuda.rowwise import RowwiseKnobs, rowwise
 from pagec.compiler.backends.cuda.sample import sample
 from pagec.compiler.backends.cuda.tokens import argmax, embed
@@ -83,6 +84,10 @@ class Lowering:
         self.packer = RowMajor(graph, source.weights, 0)
         self.scratch_bytes = 0  # launches that need scratch memory share one area
         self.chooser = settings.chooser
+        self.norms = {} if self.chooser.strict else find_norms(graph)
+        # Up to how many rows a norm is left to the linear behind it, by the norm's result.
+        self.few = {norm.node.outputs[0]: self._most(name) for name, norm in self.norms.items()}
+        self.chooser.limits |= set(self.few.values()) - {0}
 
     def lower(self, node: Node, rows: int) -> tuple[Call, ...]:
         """The launches of a node in a bucket of up to `rows` rows; CompileError if it has no kernel."""
@@ -91,6 +96,8 @@ class Lowering:
                 return (self._embed(node),)
             case "linear" | "fused.linear":
                 return self._linear(node, rows)
+            case "fused.rowwise" if rows <= self.few.get(node.outputs[0], 0):
+                return ()
             case "fused.rowwise":
                 kernel, args = rowwise(node, self.graph, RowwiseKnobs())
                 return (Call(node, kernel, self._packed(args)),)
@@ -125,18 +132,40 @@ class Lowering:
         knobs, choice = self.chooser.linear(shape, rows)
         if knobs.splits > 1:
             self._scratch(4 * knobs.splits * rows * shape.n)
-        own = self._matrix(node, shape)
+        own, norm = self._matrix(node, shape), self._prologue(node, rows)
+        if norm:  # if the kernel does not compile clean, it is the norm that is left out first
+            choice = _norm_choice(shape)
+        write = write_of(node, self.graph, *self._cache(node)) if node.find("kv_write") else None
         return tuple(
             Call(node, kernel, self._packed(args, own), choice)
-            for kernel, args in linear_of(node, self.graph, knobs)
+            for kernel, args in linear_of(node, self.graph, knobs, write, norm)
         )
+
+    def _prologue(self, node: Node, rows: int) -> Prologue | None:
+        """The norm that a linear does itself in a bucket of up to `rows` rows."""
+        norm = self.norms.get(node.outputs[0])
+        return norm.prologue if norm and rows <= self.few[norm.node.outputs[0]] else None
+
+    def _most(self, name: str) -> int:
+        node = self.graph.producers()[name]
+        shape = shape_of(node, self.graph)
+        if _norm_choice(shape) in self.chooser.refused:
+            return 0
+        knobs = [self.chooser.linear(shape, rows)[0] for rows in FEW]
+        return most_rows(self.norms[name], self.graph, shape, knobs, self.chooser.target)
+
+    def reads(self, node: Node) -> tuple[str, ...]:
+        """The values that a node's launches read, in buckets of any size."""
+        norm = self.norms.get(node.outputs[0])
+        return (*node.values(), *((norm.prologue.source,) if norm else ()))
 
     def _matrix(self, node: Node, shape: LinearShape) -> dict[str, str]:
         """How the linear's own weights are packed."""
         linear = node.find("linear")
         assert linear is not None
         x, y = self.graph.type(linear.inputs[0][1:]), self.graph.type(linear.outputs[0])
-        layout = Layout(y.inner, side_by_side=int(shape.parts > 1))
+        turned = _turned_halves(node) if node.find("kv_write") else 0
+        layout = Layout(y.inner, side_by_side=int(shape.parts > 1), turned=turned)
         weight = linear.inputs[1][1:]
         own = {f"weight:{weight}": f"weight:{self.packer.matrix(weight, layout, x.inner, x.dtype)}"}
         if shape.bias:
@@ -155,19 +184,18 @@ class Lowering:
         return Call(node, kernel, (*args, *_values(node.outputs[0])))
 
     def _kv_write(self, node: Node) -> Call:
-        write = node.find("kv_write")
-        rope = node.find("rope")
-        assert write is not None
-        cache = self.graph.types[write.outputs[0]]
-        assert isinstance(cache, CacheType)
-        kv, table = self.settings.kv, ""
+        kernel, args = kv_write(node, self.graph, *self._cache(node), KvWriteKnobs())
+        return Call(node, kernel, self._packed(args))
+
+    def _cache(self, node: Node) -> tuple[CacheUse, str]:
+        """The cache that a node writes, and the argument of its rope's table (empty without rope)."""
+        kv, rope, table = self.settings.kv, node.find("rope"), ""
         if rope is not None:
             config = RopeConfig.from_attrs(rope.attrs)
             turns = tuple(float(f) for f in frequencies(config))
             table = f"table:{self.packer.rope_table(turns, self.settings.max_len, config.scale)}"
-        use = CacheUse(kv.dtype, kv.block_size, self.settings.max_len, kv.place(cache.layer)[0])
-        kernel, args = kv_write(node, self.graph, use, table, KvWriteKnobs())
-        return Call(node, kernel, self._packed(args))
+        group = kv.place(cache_of(node, self.graph).layer)[0]
+        return CacheUse(kv.dtype, kv.block_size, self.settings.max_len, group), table
 
     def _attention(self, node: Node, rows: int) -> tuple[Call, ...]:
         """Chunks, single new tokens, and what puts the latter's splits together: each finds its own items."""
@@ -233,6 +261,18 @@ class Lowering:
         inner = self.graph.weights[name].inner
         packed = self.packer.vector(name, Layout(inner)) if len(inner) == 1 else self.packer.groups(name)
         return f"weight:{packed}"
+
+
+def _norm_choice(shape: LinearShape) -> Choice:
+    """That linears of a shape do the norm before them while rows are few."""
+    return Choice(f"norm/n{shape.n}_k{shape.k}", 0)
+
+
+def _turned_halves(node: Node) -> int:
+    """Elements of a head that rope turns, if their pairs are a half apart."""
+    rope = node.find("rope")
+    config = RopeConfig.from_attrs(rope.attrs) if rope else None
+    return config.dims if config and not config.interleaved else 0
 
 
 def core_cache(core: Node, graph: Graph) -> str:

@@ -8,6 +8,7 @@ from typing import Final
 
 from pagec.compiler.backends.cuda.attention import query_tile
 from pagec.compiler.backends.cuda.emit import CudaKernel
+from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.backends.cuda.knobs import Choice, Chooser
 from pagec.compiler.backends.cuda.lower import Lowering, Settings
 from pagec.compiler.backends.cuda.tokens import copy_blocks, take_tokens
@@ -46,6 +47,7 @@ def make_gpu_plan(
 ) -> GpuPlan:
     """The program of a fused graph; `source` is the same graph before the passes. `block_size` None: as the
     tables have it."""
+    fused = fuse_writes(fused)
     size = block_size or _tuned_block(source, fused, max_len, capacity, kv_dtype, chooser) or BLOCK_SIZE
     kv = kv_layout(fused, kv_dtype, size, "rows")
     lowering = Lowering(fused, source, Settings(capacity, max_len, kv, chooser))
@@ -61,7 +63,11 @@ def make_gpu_plan(
     copy = copy_blocks(max(kv.spans, 1), kv.span_bytes)
     made.kernels.update({take.key: take, copy.key: copy})
     first = GpuLaunch("tokens", take.key, Counts.T.name, TAKE_ARGS)
-    uses = [[(tuple(node.values()), node.outputs) for node in nodes] for nodes in (body, head)]
+    placed = {arg for part in spans.values() for span in part for one in span.launches for arg in one.args}
+    uses = [
+        [(lowering.reads(n), [name for name in n.outputs if f"buffer:{name}" in placed]) for n in nodes]
+        for nodes in (body, head)
+    ]
     buffers, slots = assign_slots(fused, uses[0], uses[1])
     per_item = max((shape.heads for shape in attention), default=0)
     width = max((shape.padded for shape in attention), default=0)

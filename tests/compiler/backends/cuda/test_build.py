@@ -199,6 +199,16 @@ def test_each_template_is_golden(golden: Golden, template: str) -> None:
     golden.check(f"kernels/cuda/{template}.py.txt", kernel.source())
 
 
+def test_rope_and_write_of_a_linear_are_golden(golden: Golden) -> None:
+    kernel = next(kernel for kernel in KERNELS if kernel.template == "linear" and kernel.params["write"])
+    golden.check("kernels/cuda/linear_write.py.txt", kernel.source())
+
+
+def test_a_norm_before_a_linear_is_golden(golden: Golden) -> None:
+    kernel = next(kernel for kernel in KERNELS if kernel.template == "linear" and kernel.params["norm"])
+    golden.check("kernels/cuda/linear_normed.py.txt", kernel.source())
+
+
 def test_each_template_has_two_configurations() -> None:
     counted = {template: sum(k.template == template for k in KERNELS) for template in TEMPLATES}
     assert min(counted.values()) >= 2 or counted == {**counted, "linear_sum": 1}
