@@ -17,11 +17,11 @@ from pagec.autotune.compiled import attention_shape
 from pagec.autotune.entries import Bucket, best_blocks, strict_pairs
 from pagec.autotune.prediction import Candidate, Point
 from pagec.autotune.problem import Decode, Linear, Prefill, Problem
-from pagec.autotune.space import BLOCK_SIZE, SPACES, why_no_point
+from pagec.autotune.space import BLOCK_SIZE, SPACES
 from pagec.autotune.table import Mode
 from pagec.compiler.backends.cuda.attention import DecodeKnobs, PrefillKnobs, decode, merge, prefill
 from pagec.compiler.backends.cuda.emit import CudaKernel
-from pagec.compiler.backends.cuda.knobs import GROUP_ROWS, Chooser
+from pagec.compiler.backends.cuda.knobs import Chooser
 from pagec.compiler.backends.cuda.linear import LinearKnobs, LinearShape, linear, plain
 from pagec.compiler.backends.cuda.resources import Resources
 from pagec.compiler.target import CudaTarget
@@ -52,20 +52,13 @@ class Ranking:
         self._found: dict[tuple[Problem, bool], list[Candidate]] = {}
 
     def of(self, problem: Problem, *, strict: bool = False) -> list[Candidate]:
-        """Best first. `strict`: what strict programs may take: prefill that starts afresh every so many keys,
-        and tiles of few rows with the instructions of many."""
+        """Best first. `strict`: as strict programs have it, prefill that starts afresh every so many keys."""
         if (problem, strict) not in self._found:
             points = list(SPACES[problem.kind].points())
             if strict and isinstance(problem, Prefill):
                 splits = SPACES["attention_decode"].knobs["split"]
                 points = [{**point, "split": split} for split in splits for point in points]
-            if strict and isinstance(problem, Linear) and self.target.sm >= 90:
-                many = replace(problem, M=max(problem.M, GROUP_ROWS))
-                points = [point for point in points if not why_no_point(many, point, self.target)]
-                found = search.ranked(search.judged(problem, point, self.target) for point in points)
-            else:
-                found = search.candidates(problem, self.target, points)
-            self._found[problem, strict] = found
+            self._found[problem, strict] = search.candidates(problem, self.target, points)
         return self._found[problem, strict]
 
     def judge(self, problem: Problem, compiled: Sequence[tuple[Point, Resources]]) -> None:

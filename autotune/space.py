@@ -16,8 +16,9 @@ from typing import Final
 
 from pagec.autotune.prediction import Point
 from pagec.autotune.problem import Decode, Kind, Linear, Prefill, Problem
-from pagec.compiler.backends.cuda.attention import AttentionShape
+from pagec.compiler.backends.cuda.attention import MIN_ROWS, AttentionShape
 from pagec.compiler.backends.cuda.defaults import decode_knobs, linear_knobs, prefill_knobs
+from pagec.compiler.backends.cuda.knobs import GROUP_ROWS
 from pagec.compiler.backends.cuda.linear import LinearShape
 from pagec.compiler.target import CudaTarget
 
@@ -108,7 +109,9 @@ def _linear(problem: Linear, point: Point, target: CudaTarget) -> str:
         return f"K = {problem.K} is not {point['splits']} splits of whole steps of {point['BK']}"
     if point["tma"] and target.sm < 90:
         return f"{target.name} has no tensor memory accelerator"
-    if point["BM"] > 16 and point["BM"] >= 2 * problem.M:
+    # A strict table takes one kind of matrix instruction for all rows: warp groups' have this many at least.
+    least = GROUP_ROWS if target.sm >= 90 else MIN_ROWS
+    if point["BM"] > least and point["BM"] >= 2 * problem.M:
         return f"{point['BM']} rows for {problem.M}"
     if point["group_m"] > 1 and point["BM"] >= problem.M:
         return "a band of tiles where there is one"
