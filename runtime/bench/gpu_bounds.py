@@ -81,7 +81,7 @@ class GpuBounds:
                 total += self._rows[name]
             elif kind == "table":
                 total += self._tables[name]
-            elif kind == "kv" and self.templates[launch.kernel] == "kv_write":
+            elif kind == "kv" and self.templates[launch.kernel] not in (PREFILL, DECODE):  # it is written
                 total += 2 * kv.kv_heads * kv.head_dim * ITEM_BYTES[kv.dtype]
             elif kind == "step" and name.startswith(("tokens", "positions", "slot_mapping", "logit_rows")):
                 total += WORD

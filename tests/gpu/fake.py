@@ -45,7 +45,9 @@ class FakeMachine(Machine):
                 if factor := plant(library, launch):
                     run(launch)
                 if factor not in (0, 1):
-                    library.typed(launch)["out"][:SPOILT] *= factor
+                    for name, array in library.typed(launch).items():
+                        if name.startswith("out"):
+                            array[:SPOILT] *= factor
 
             library.on_run = spoilt
         return library

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagec.compiler import ops
-from pagec.compiler.ir import Graph, Node, Type
+from pagec.compiler.ir import CacheType, Graph, Node
 
 BACKENDS: Final[Mapping[str, SDPBackend]] = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
@@ -77,7 +77,8 @@ def linear_peer(
     values: dict[str, Any] = {}
     for name in node.values():
         kind = graph.types[name]
-        assert isinstance(kind, Type)
+        if isinstance(kind, CacheType):
+            continue
         values[name] = (
             torch.arange(rows, device=device) if kind.dtype == "i32" else random((rows, *kind.inner))
         )
@@ -89,6 +90,10 @@ def linear_peer(
         for inner in body:
             if inner.op in ("cast", "take_rows"):
                 found[inner.outputs[0]] = found[inner.inputs[0][1:]]
+                continue
+            if inner.op == "kv_write":  # the bytes that it writes, in the order in which they come
+                k, v = (found[name[1:]] for name in inner.inputs[1:3])
+                found[inner.outputs[0]] = torch.stack((k, v))
                 continue
             given = [weights[name] if name[0] == "$" else found[name[1:]] for name in inner.inputs]
             results = ops.run(inner.op, given, inner.attrs)

@@ -21,6 +21,7 @@ from gpu.results import Line
 from gpu.steps import Texts
 from gpu.timing import Run, Timer
 from pagec.autotune.measure import Sample
+from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.dims import ITEM_BYTES
 from pagec.compiler.gpu_program import GpuLaunch
 from pagec.compiler.ir import Node
@@ -180,10 +181,11 @@ LINEARS: Final[Mapping[str, str]] = {"q k v": "l0.q", "o": "l0.o", "gate up": "l
 
 
 def linear(model: str, which: str, rows: int, bench: Bench) -> Line:
-    """A linear with its epilogue, beside cuBLAS and a kernel for each further op."""
+    """A linear with its epilogue, beside cuBLAS and a kernel for each further op. Of few rows ours does the
+    norm before it, too."""
     loaded = bench.load(model)
     artifact, device = loaded.artifact, loaded.runner.memory.step_area.device
-    fused = run_passes(artifact.graph(), numbers_of(artifact))
+    fused = fuse_writes(run_passes(artifact.graph(), numbers_of(artifact)))
     node = next(node for node in fused.nodes if _multiplies(node, LINEARS[which]))
     step = uploaded(loaded, [(0, rows)])
     launches = launches_of(node, step, {node.outputs[0] for node in fused.nodes})

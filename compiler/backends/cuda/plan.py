@@ -20,7 +20,7 @@ from pagec.compiler.launch import Counts
 from pagec.compiler.plan import assign_slots, kv_layout, place_args
 
 # Tokens that steps are padded to, before they double; graphs of decoding steps are captured for each.
-DECODE_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+DECODE_BUCKETS: Final = (1, 2, 4, *range(8, 257, 8))
 BLOCK_SIZE: Final = 16
 
 

@@ -20,6 +20,9 @@ BF16_ULP = 2.0**-7
 # How far float32 weights and their sums may shift the pieces of a distribution, and log probabilities.
 SAMPLING_SLACK = 1e-4
 SIGNS = 4
+# Elements of a normed row that lie so near to the middle between two numbers of bf16 that the order of the
+# row's sum of squares decides to which they are rounded: one in some thousands.
+FLIPS = 4
 Values = Mapping[str, torch.Tensor]
 
 
@@ -38,6 +41,8 @@ class Bounds:
     ) -> None:
         self.fused, self.values, self.weight, self.rng = fused, values, weight, rng
         self.keys, self.kv_dtype = keys, kv_dtype
+        # Whether the linear at hand norms its rows itself: then a few may round to bf16 the other way.
+        self.norms_itself = False
 
     def of(self, node: Node, t: Type, expected: torch.Tensor) -> torch.Tensor:
         """What float32 arithmetic allows, element by element."""
@@ -52,6 +57,9 @@ class Bounds:
             return torch.as_tensor(2 * x.shape[-1] * U * sums + 1e-30)
         if node.op == "linear":
             return self._linear_bound(node).reshape(expected.shape)
+        if node.op == "fused.linear" and node.find("kv_write"):
+            sums = self.behind_linear(node).reshape(-1, *[1] * (expected.ndim - 1))
+            return 16 * U * expected.abs().amax(-1, keepdim=True) + sums
         if node.op == "fused.linear":
             return self._epilogue_bound(node, expected)
         if node.op == "fused.attention":
@@ -59,6 +67,11 @@ class Bounds:
             rounding = BF16_ULP if self.kv_dtype == "bf16" else 0.0
             return torch.full_like(expected, float(values) * (rounding + 8 * (self.keys + 64) * U))
         return self._rowwise_bound(node, t, expected)
+
+    def behind_linear(self, node: Node) -> torch.Tensor:
+        """[T]: how far a linear's sums may shift what is made of them by rope, which adds two of them."""
+        linear = node.find("linear")
+        return torch.zeros(()) if linear is None else 2 * self._linear_bound(linear).flatten(1).amax(1)
 
     def _rowwise_bound(self, node: Node, t: Type, expected: torch.Tensor) -> torch.Tensor:
         # A few roundings per op, and a sum over the row where there is a norm.
@@ -73,9 +86,13 @@ class Bounds:
         return (relative * scale).reshape(-1, *[1] * (expected.ndim - 1)).expand_as(expected)
 
     def _linear_bound(self, linear: Node) -> torch.Tensor:
-        x = self.values[linear.inputs[0][1:]].flatten(1).abs()
+        name = linear.inputs[0][1:]
+        x = self.values[name].flatten(1).abs()
         w = reference.read(linear.inputs[1][1:], self.weight).abs()
-        return 2 * x.shape[1] * U * (x @ w.T) + 1e-30
+        bound = 2 * x.shape[1] * U * (x @ w.T) + 1e-30
+        if self.norms_itself and self.fused.type(name).dtype == "bf16":
+            bound += FLIPS * BF16_ULP * x.amax(1)[:, None] * w.amax(1)
+        return bound
 
     def _epilogue_bound(self, node: Node, expected: torch.Tensor) -> torch.Tensor:
         """How far the epilogue carries the linear's bound: tried with random signs, before any rounding."""

@@ -8,6 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from pagec.compiler.artifact import GpuArtifact
+from pagec.compiler.backends.cuda.fuse_write import fuse_writes
 from pagec.compiler.gpu_program import GpuLaunch, Span
 from pagec.compiler.launch import Counts
 from pagec.runtime.batch import build_batch
@@ -29,6 +31,10 @@ PATTERN = 1_000_003
 
 class GpuVerification(Verification):
     """Of an artifact for a GPU."""
+
+    def __init__(self, artifact: GpuArtifact, weights: str | None = None, seed: int = -1) -> None:
+        super().__init__(artifact, weights, seed)
+        self.fused = fuse_writes(self.fused)
 
     def check(self, step: Step) -> StepCheck:
         return GpuStepCheck(self, step)

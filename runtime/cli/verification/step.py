@@ -109,6 +109,8 @@ class StepCheck:
             if name in self.v.buffers:
                 self.v.device.fill_nan(self.v.runner.memory.buffers[name])
         group.run()
+        linear = node.find("linear")
+        self.bounds.norms_itself = linear is not None and linear.inputs[0][1:] not in read
         worst = [self._judge(node, name) for name in node.outputs]
         return max(error for error, _ in worst), max((b for _, b in worst), key=lambda b: (b != b, b))
 
@@ -148,7 +150,7 @@ class StepCheck:
         padded = padded_last((cache.head_dim,))
         layout = replace(self.program.kv, head_dim=padded)  # the padding of a head is zero, as when written
         for s, entry in enumerate(self.entries):
-            end = entry.start if node.op == "fused.kv_write" else entry.start + entry.num_tokens
+            end = entry.start if node.find("kv_write") else entry.start + entry.num_tokens
             places = kv_elements(layout, self._slots(cache, s, 0, end))
             for place, part in zip(places, self.values[name], strict=True):
                 x = np.pad(part[s, :end].numpy(), ((0, 0), (0, 0), (0, padded - cache.head_dim)))
@@ -176,6 +178,7 @@ class StepCheck:
             expected, dtype = torch.cat(rows, 1), self.program.kv.dtype
             sums = expected.shape[-1] * sum(inner.op == "rmsnorm" for inner in node.body)
             bound = (16 + sums) * U * expected.abs().amax(-1, keepdim=True)
+            bound = bound + self.bounds.behind_linear(node).reshape(1, -1, 1, 1)
         else:
             expected, dtype = self.values[name], t.dtype
             mine = self._get(self.v.buffers[name], len(expected))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support.gpu_artifacts import gpu_artifact
 from support.graphs import llama_text
@@ -26,10 +28,11 @@ def launch_of(artifact: GpuArtifact, template: str, part: str = "body") -> GpuLa
 
 
 def test_a_linear_reads_its_matrix_once(artifact: GpuArtifact) -> None:
-    """Of queries, keys and values: 128 x 64."""
+    """Of queries, keys and values: 128 x 64. It turns and writes them, by a position, a slot, and 8 cosines
+    and sines."""
     launch, bounds = launch_of(artifact, "linear"), bounds_of(artifact)
     nbytes, flops = bounds.of(launch.name, launch.kernel, 5, [])
-    assert nbytes == F32 * (128 * 64 + 5 * (64 + 128))
+    assert nbytes == F32 * (128 * 64 + 5 * (64 + 128 + 1 + 1 + 16))
     assert flops == 5 * 2 * 128 * 64
     assert bounds.reads_memory(launch.name, launch.kernel)
 
@@ -53,8 +56,11 @@ def test_an_embedding_reads_the_rows_that_it_takes(artifact: GpuArtifact) -> Non
     assert bounds_of(artifact).of(launch.name, launch.kernel, 3, []) == (3 * (F32 + 2 * 64 * F32), 0)
 
 
-def test_keys_and_values_are_written_to_the_pool(artifact: GpuArtifact) -> None:
-    """q, k, v in; q out; k and v to the pool; a position, a slot, and 8 cosines and sines."""
+def test_keys_and_values_are_written_to_the_pool(tmp_path: Path) -> None:
+    """Where heads are normed, by a kernel of its own: q, k, v in; q out; k and v to the pool; a position, a
+    slot, and 8 cosines and sines. The two weights, of 64 with their padding, come once."""
+    sizes = "layers: 1, vocab: 256, hidden: 64, heads: 4, kv_heads: 2, head_dim: 16, inter: 128, max_len: 128"
+    artifact = gpu_artifact(f"extends: qwen3\nparams: {{{sizes}}}\n", tmp_path / "out")
     launch = launch_of(artifact, "kv_write")
     row = F32 * (128 + 64 + 64 + 1 + 1 + 16)
-    assert bounds_of(artifact).of(launch.name, launch.kernel, 3, []) == (3 * row, 0)
+    assert bounds_of(artifact).of(launch.name, launch.kernel, 3, []) == (3 * row + 2 * 64 * F32, 0)
