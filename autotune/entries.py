@@ -160,19 +160,7 @@ def _settled(
     """What is picked, once the compiler has seen all of it. `of`: which list and problems a pick is from."""
     chosen = pick(lists)
     while compiler is not None:
-        asked = [
-            (problem, one.point)
-            for name, ones in chosen.items()
-            for problem, one in zip(of[name][1], ones, strict=True)
-        ]
-        asked += [
-            (problem, one.point)
-            for name, problems in dict(of.values()).items()
-            for problem, found in zip(problems, lists[name], strict=True)
-            for one in found[:best]
-            if one.prediction is not None
-        ]
-        fresh = compiler.resources(asked)
+        fresh = compiler.resources(_asked(lists, chosen, of, best))
         if not fresh:
             break
         for name, problems in dict(of.values()).items():
@@ -182,13 +170,36 @@ def _settled(
     return chosen
 
 
+def _asked(
+    lists: Lists,
+    chosen: Mapping[str, list[Candidate]],
+    of: Mapping[str, tuple[str, Sequence[Problem]]],
+    best: int,
+) -> list[tuple[Problem, Point]]:
+    """What is chosen and the best of each list. Prefill's kernels are for the cache blocks of decode."""
+    asked = [
+        (problem, one.point)
+        for name, ones in chosen.items()
+        for problem, one in zip(of[name][1], ones, strict=True)
+    ]
+    asked += [
+        (problem, one.point)
+        for name, problems in dict(of.values()).items()
+        for problem, found in zip(problems, lists[name], strict=True)
+        for one in found[:best]
+        if one.prediction is not None
+    ]
+    blocks = {"block_size": chosen["decode"][0].point["block_size"]} if "decode" in chosen else {}
+    return [(problem, {**blocks, **point}) for problem, point in asked]
+
+
 def _judged(
     problem: Problem,
     found: Sequence[Candidate],
     fresh: Sequence[tuple[Problem, Point, Resources]],
     target: CudaTarget,
 ) -> list[Candidate]:
-    """The candidates with those anew whose kernel has been compiled."""
+    """The candidates with those anew whose kernel has been compiled, in whatever cache blocks."""
     mine = [
         (point, held)
         for other, point, held in fresh
@@ -196,7 +207,11 @@ def _judged(
     ]
     judged = [
         next(
-            (search.candidate(problem, point, target, held) for point, held in mine if point == one.point),
+            (
+                search.candidate(problem, one.point, target, held)
+                for point, held in mine
+                if one.point.items() <= point.items()
+            ),
             one,
         )
         for one in found

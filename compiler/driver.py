@@ -338,7 +338,8 @@ def _write_kernels(
         gpu, cubins = compile_gpu_model(spec, options, target, sources, progress)
         write_kernels(sources, cubins, target)
         taken = sorted({choice.key for choices in gpu.choices.values() for choice in choices})
-        tuned = {key: options.tuned[key] for key in taken}
+        # Some choices are the planner's own (norms that linears do), and stand in no table.
+        tuned = {key: options.tuned[key] for key in taken if key in options.tuned}
         return gpu.program, {"strict": options.strict, "choices": numeric_choices(gpu, cubins)}, tuned
     progress("lower the model", 0, 1)
     _, plan = plan_model(spec, options, target)

@@ -5,8 +5,9 @@
     make check-cuda TRITON=3.6.0            a few kernels of every template by another Triton (--templates);
                                             nothing is recorded
 
-Fails on a kernel that uses a stack or spills, or that a GPU cannot hold. An interrupted run goes on where it
-was. Needs Triton, and neither a GPU nor torch.
+Fails on a kernel that uses a stack or spills, that a GPU cannot hold, or whose matrix products are not by the
+GPU's own instructions. An interrupted run goes on where it was.
+Needs Triton, and neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from support.cuda_records import Records, compile_records, hashes, read_records, write_records
+from support.cuda_records import Records, compile_records, faults, hashes, read_records, write_records
 from support.cuda_shipped import Shipped, all_shipped, of_templates
 
 from pagec.compiler.backends.cuda.build import triton_version
-from pagec.compiler.backends.cuda.resources import check
 from pagec.compiler.driver import CUBINS, cache_root
-from pagec.compiler.errors import CompileError
 
 # Kernels between two writings of the records.
 BATCH: Final = 32
@@ -57,17 +56,6 @@ def main() -> int:
         f"triton {triton_version()}, {time.monotonic() - began:.0f} s"
     )
     return len(wrong)
-
-
-def faults(shipped: Mapping[str, Shipped], records: Records) -> list[str]:
-    """What is wrong with which."""
-    found = []
-    for name, one in shipped.items():
-        try:
-            check(records[name].resources, one.kernel.warps, one.target, name)
-        except CompileError as error:
-            found.append(f"{error.place}: {error.message}")
-    return found
 
 
 def _compiled(shipped: Mapping[str, Shipped], kept: Records, cache: Path | None, *, store: bool) -> Records:

@@ -90,7 +90,8 @@ def test_attention_shares_blocks_and_strict_splits() -> None:
     assert len({point["block_size"] for point in points(decode)}) == 1
     strict = [one.point for entry in (prefill, decode) for one in entry.sets["strict"]]
     assert len({(point["BN"], point["split"]) for point in strict}) == 1
-    assert all(("d128_g4", one.point) in compiler.seen for one in prefill.sets["strict"])
+    blocks = {"block_size": points(decode)[0]["block_size"]}
+    assert all(("d128_g4", {**point, **blocks}) in compiler.seen for point in points(prefill))
     assert all(one.point["per_sm"] == one.facts["occupancy"] for one in decode.sets["default"])
     assert all(point["split"] == 0 for point in (one.point for one in prefill.sets["default"]))
 

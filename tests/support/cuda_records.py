@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from pagec.compiler.backends.cuda.build import Cubin, compile_all, digest
-from pagec.compiler.backends.cuda.resources import Resources
+from pagec.compiler.backends.cuda.knobs import GROUP_ROWS, GROUP_WARPS
+from pagec.compiler.backends.cuda.resources import Resources, check
+from pagec.compiler.errors import CompileError
 from support.cuda_shipped import Shipped
 
+MATRIX_TEMPLATES: Final = ("attention_prefill", "attention_decode", "linear", "grouped_linear")
 PATH: Final = Path(__file__).parent.parent / "goldens" / "cuda" / "compiled.json"
 
 
@@ -85,3 +88,23 @@ def compile_records(shipped: Mapping[str, Shipped], cache: Path | None = None) -
 
 def _record(sha256: str, cubin: Cubin) -> Record:
     return Record(sha256, cubin.resources, "cp.async.cg.shared.global" in cubin.ptx)
+
+
+def faults(shipped: Mapping[str, Shipped], records: Mapping[str, Record]) -> list[str]:
+    """What is wrong with which: a stack, a multiprocessor that cannot hold it, matrix products without the
+    chip's own instructions or whose tiles are not loaded ahead."""
+    return [f"{name}: {fault}" for name, one in shipped.items() if (fault := _fault(one, records[name]))]
+
+
+def _fault(one: Shipped, record: Record) -> str:
+    kernel, mma = one.kernel, record.resources.mma
+    try:
+        check(record.resources, kernel.warps, one.target, one.name)
+    except CompileError as error:
+        return error.message
+    if kernel.template not in MATRIX_TEMPLATES:
+        return ""
+    groups = one.target.sm >= 90 and kernel.params["BM"] >= GROUP_ROWS and kernel.warps >= GROUP_WARPS
+    if not mma or (groups and mma != "HGMMA"):
+        return f"its products are by {mma or 'no matrix instruction'}"
+    return "" if record.copies_ahead else "its tiles are not loaded ahead"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from pagec.compiler.backends.cuda.attention import AttentionShape, DecodeKnobs, PrefillKnobs
@@ -11,6 +12,8 @@ from pagec.compiler.target import CudaTarget
 
 # Up to so many rows a linear is bound by the memory that its weights come from.
 FEW_ROWS: Final = 16
+# Keys of a split where all numbers of rows are to have the same.
+STRICT_SPLIT: Final = 512
 # Elements of a head from which on a block of rows has room for half as many.
 WIDE_HEAD: Final = 128
 
@@ -45,6 +48,13 @@ def prefill_knobs(shape: AttentionShape) -> PrefillKnobs:
     if shape.padded > WIDE_HEAD:
         return PrefillKnobs(BM=64, BN=32, warps=8, stages=2)
     return PrefillKnobs(BM=128, BN=64, warps=8, stages=2)
+
+
+def strict_prefill_knobs(shape: AttentionShape, target: CudaTarget) -> PrefillKnobs:
+    """The same for strict programs: the sums of all splits take registers beside a split's own, which leaves
+    128 rows none but to warp groups, whose operands lie in shared memory."""
+    knobs = replace(prefill_knobs(shape), split=STRICT_SPLIT)
+    return replace(knobs, BM=64) if target.sm < 90 and shape.padded > 64 else knobs
 
 
 def decode_knobs(shape: AttentionShape) -> DecodeKnobs:

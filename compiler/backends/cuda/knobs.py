@@ -18,6 +18,7 @@ from pagec.compiler.backends.cuda.defaults import (
     grouped_knobs,
     linear_knobs,
     prefill_knobs,
+    strict_prefill_knobs,
 )
 from pagec.compiler.backends.cuda.experts import GroupedKnobs
 from pagec.compiler.backends.cuda.linear import LinearKnobs, LinearShape
@@ -27,7 +28,8 @@ from pagec.compiler.target import CudaTarget
 # Rows from which on sm_90 takes the instructions of warp groups, of four warps at least.
 GROUP_ROWS: Final = 64
 GROUP_WARPS: Final = 4
-STRICT_SPLIT: Final = 512
+# Warps of strict linears of few rows elsewhere: to four ptxas grants so few registers that some spill.
+FEW_WARPS: Final = 2
 # Numbers of rows at which the defaults change.
 DEFAULT_LIMITS: Final = (FEW_ROWS, 64)
 
@@ -64,7 +66,8 @@ class Chooser:
         if self.strict:
             few = rows <= FEW_ROWS
             knobs = replace(knobs, BK=64, splits=1, BM=max(knobs.BM, self._least_rows()))
-            knobs = replace(knobs, warps=GROUP_WARPS if few else knobs.warps)
+            warps = GROUP_WARPS if self.target.sm >= 90 else FEW_WARPS
+            knobs = replace(knobs, warps=warps if few else knobs.warps)
         return knobs, None
 
     def grouped(self, k: int, rows: int) -> GroupedKnobs:
@@ -77,7 +80,7 @@ class Chooser:
         choice, point = self._attention("attention_prefill", shape, 0)
         if point is not None:
             return PrefillKnobs(**point), choice
-        return replace(prefill_knobs(shape), split=STRICT_SPLIT if self.strict else 0), None
+        return strict_prefill_knobs(shape, self.target) if self.strict else prefill_knobs(shape), None
 
     def decode(self, shape: AttentionShape, rows: int) -> tuple[DecodeKnobs, Choice | None]:
         """For up to `rows` sequences."""

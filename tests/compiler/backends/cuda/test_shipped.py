@@ -4,19 +4,18 @@ what the compiler says. `make check-cuda` writes the records."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
-from support.cuda_records import Records, compile_records, hashes, read_records
+from support.cuda_records import Records, compile_records, faults, hashes, read_records
 from support.cuda_shipped import Shipped, all_shipped
 
 from pagec.compiler.backends.cuda.build import triton_version
-from pagec.compiler.backends.cuda.resources import check
 
 pytest.importorskip("triton")
 
 SAMPLE = 20
-MATRIX_TEMPLATES = ("attention_prefill", "attention_decode", "linear", "grouped_linear")
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +37,21 @@ def test_records_are_of_todays_kernels(shipped: dict[str, Shipped], records: Rec
 
 
 def test_every_shipped_kernel_is_clean(shipped: dict[str, Shipped], records: Records) -> None:
-    """No stack, no spill, a multiprocessor holds it; products by matrix instructions, tiles loaded ahead."""
-    for name, one in shipped.items():
-        record, kernel = records[name], one.kernel
-        check(record.resources, kernel.warps, one.target, name)
-        products = kernel.template in MATRIX_TEMPLATES
-        assert (record.resources.mma != "") == products, name
-        assert record.copies_ahead or not products, name
-        if one.target.sm >= 90 and products and kernel.params["BM"] >= 64 and kernel.warps >= 4:
-            assert record.resources.mma == "HGMMA", name
+    assert not faults(shipped, records)
+
+
+def test_faults_are_found(shipped: dict[str, Shipped], records: Records) -> None:
+    """Of a kernel that takes warp groups' instructions: each figure that is worse is a fault."""
+    name = next(name for name, record in records.items() if record.resources.mma == "HGMMA")
+    good = records[name]
+    bad = [
+        replace(good, resources=replace(good.resources, stack_bytes=8)),
+        replace(good, resources=replace(good.resources, shared_bytes=1 << 18)),
+        replace(good, resources=replace(good.resources, mma="HMMA")),
+        replace(good, copies_ahead=False),
+    ]
+    assert not faults({name: shipped[name]}, {name: good})
+    assert all(len(faults({name: shipped[name]}, {name: one})) == 1 for one in bad)
 
 
 @pytest.mark.slow
