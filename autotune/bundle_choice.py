@@ -102,7 +102,7 @@ def attention_picks(
     blocks = best_blocks(decodes, found)[:2]
     of_block = [[[c for c in one if c.point["block_size"] == size] for one in found] for size in blocks]
     split = [ranking.of(problem, strict=True) for _, problem in prefills]
-    pairs = strict_pairs(split, of_block[0])[:STRICT]
+    pairs = strict_pairs(split, of_block[0], ranking.target)[:STRICT]
     picks = []
     for number, (rows, problem) in enumerate(prefills):
         chosen: dict[Mode, list[Candidate]] = {

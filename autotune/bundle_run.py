@@ -255,7 +255,7 @@ class Bench:
 
     def _once(self, ready: Ready) -> tuple[Any, Any]:
         """Events around a run with nothing of use in the L2 cache."""
-        self._gpu.fill(self._flush, 0)
+        self._gpu.read(self._flush)
         before = self._gpu.record(timed=True)
         ready.run()
         return before, self._gpu.record(timed=True)

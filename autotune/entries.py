@@ -17,6 +17,8 @@ from pagec.autotune.prediction import Candidate, Point, roofline_us
 from pagec.autotune.problem import Decode, Linear, Prefill, Problem
 from pagec.autotune.space import SPACES, baseline_of
 from pagec.autotune.table import Choice, Entry
+from pagec.compiler.backends.cuda.attention import key_warps
+from pagec.compiler.backends.cuda.knobs import GROUP_ROWS, GROUP_WARPS
 from pagec.compiler.backends.cuda.resources import Resources
 from pagec.compiler.target import CudaTarget
 
@@ -86,7 +88,7 @@ def attention_entries(
     def pick(lists: Lists) -> dict[str, list[Candidate]]:
         block = best_blocks(decoding, lists["decode"])[0]
         of_block = [[one for one in found if one.point["block_size"] == block] for found in lists["decode"]]
-        strict = strict_pairs(lists["split prefill"], of_block)[0]
+        strict = strict_pairs(lists["split prefill"], of_block, target)[0]
         return {
             "prefill": search.choose(lists["prefill"]),
             "split prefill": strict[0],
@@ -128,16 +130,28 @@ def best_blocks(buckets: Sequence[Bucket], found: Sequence[Sequence[Candidate]])
     return sorted(means, key=lambda size: means[size])
 
 
-def strict_pairs(prefill: Found, decoding: Found) -> list[tuple[list[Candidate], list[Candidate]]]:
-    """Candidates of both kernels by keys of a tile and of a split; what serves both best comes first."""
+def strict_pairs(
+    prefill: Found, decoding: Found, target: CudaTarget
+) -> list[tuple[list[Candidate], list[Candidate]]]:
+    """Candidates of both kernels by keys of a tile and of a split; what serves both best comes first. No
+    tile's keys are dealt among warps: decode has another number of these than prefill."""
+    prefill = [[one for one in bucket if _keeps_keys_together(one.point, target)] for bucket in prefill]
     found: list[tuple[list[Candidate], list[Candidate]]] = []
     knobs = SPACES["attention_decode"].knobs
+    decode_rows = {"BM": GROUP_ROWS, "warps": GROUP_WARPS}
     for bn, split in product(knobs["BN"], knobs["split"]):
+        if not _keeps_keys_together({**decode_rows, "BN": bn}, target):
+            continue
         first, second = (_firsts(one, {"BN": bn, "split": split}) for one in (prefill, decoding))
         if len(first) == len(prefill) and len(second) == len(decoding):
             found.append((first, second))
     assert found, "no tile of keys serves prefill and decode"
     return sorted(found, key=lambda both: search.mean([search.mean_us(one) for one in both]))
+
+
+def _keeps_keys_together(point: Point, target: CudaTarget) -> bool:
+    groups = target.sm >= 90 and point["BM"] >= GROUP_ROWS and point["warps"] >= GROUP_WARPS
+    return key_warps(point["BM"], point["BN"], point["warps"], groups=groups) == 1
 
 
 def _firsts(found: Found, knobs: Mapping[str, int]) -> list[Candidate]:

@@ -97,18 +97,21 @@ def rope(
     config = RopeConfig.from_attrs(settings)
     cos_np, sin_np = cos_sin_of(frequencies(config), int(positions.max()) + 1, config.scale)
     cos, sin = (torch.from_numpy(t).to(q.device)[positions.long()][:, None] for t in (cos_np, sin_np))
+    return turned(q, cos, sin, config), turned(k, cos, sin, config)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        body, rest = x[..., : config.dims], x[..., config.dims :]
-        if config.interleaved:
-            a, b = body[..., 0::2], body[..., 1::2]
-            body = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-        else:
-            a, b = body.chunk(2, -1)
-            body = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-        return torch.cat((body, rest), -1)
 
-    return turn(q), turn(k)
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    """x[T, heads, dim] by angles whose cosines and sines [T, 1, pairs] are given."""
+    import torch
+
+    body, rest = x[..., : config.dims], x[..., config.dims :]
+    if config.interleaved:
+        a, b = body[..., 0::2], body[..., 1::2]
+        body = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = body.chunk(2, -1)
+        body = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((body, rest), -1)
 
 
 def _masked_attention(

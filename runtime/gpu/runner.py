@@ -62,7 +62,7 @@ class GpuRunner(LoadedProgram):
         self.device = device
         self.image = StepImage(program)
         self._areas = memory = GpuAreas(artifact, device, weights, weights_memory)
-        most = program.capacity.S if graph_rows is None else graph_rows
+        most = min(program.capacity.S, program.capacity.S if graph_rows is None else graph_rows)
         buckets = [rows for rows in program.buckets if rows <= most]
         memory.note_graphs(self._measure(artifact, buckets))
         num_blocks = kv_blocks(

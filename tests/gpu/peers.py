@@ -10,6 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagec.compiler import ops
 from pagec.compiler.ir import CacheType, Graph, Node
+from pagec.compiler.ops.meanings import turned
+from pagec.compiler.rope import RopeConfig
 
 BACKENDS: Final[Mapping[str, SDPBackend]] = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
@@ -84,6 +86,8 @@ def linear_peer(
         )
     weights = {name: random(graph.weights[name[1:]].inner) for name in node.inputs if name[0] == "$"}
     body = node.body or (node,)
+    configs = {n.outputs[0]: RopeConfig.from_attrs(n.attrs) for n in body if n.op == "rope"}
+    angles = {name: [random((rows, 1, one.dims // 2)) for _ in "cs"] for name, one in configs.items()}
 
     def run() -> object:
         found = dict(values)
@@ -94,6 +98,11 @@ def linear_peer(
             if inner.op == "kv_write":  # the bytes that it writes, in the order in which they come
                 k, v = (found[name[1:]] for name in inner.inputs[1:3])
                 found[inner.outputs[0]] = torch.stack((k, v))
+                continue
+            if inner.op == "rope":  # its meaning makes the angles on the host
+                config, (cos, sin) = configs[inner.outputs[0]], angles[inner.outputs[0]]
+                for name, out in zip(inner.inputs, inner.outputs, strict=False):
+                    found[out] = turned(found[name[1:]], cos, sin, config)
                 continue
             given = [weights[name] if name[0] == "$" else found[name[1:]] for name in inner.inputs]
             results = ops.run(inner.op, given, inner.attrs)

@@ -48,7 +48,7 @@ class Timer:
         return {name: sample(found) for name, found in times.items()}, len(times[next(iter(runs))])
 
     def _once(self, run: Run) -> tuple[Any, Any]:
-        self._gpu.fill(self._flush, 0)
+        self._gpu.read(self._flush)  # what was written would have to be written back meanwhile
         before = self._gpu.record(timed=True)
         run()
         return before, self._gpu.record(timed=True)

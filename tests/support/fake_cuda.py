@@ -112,6 +112,9 @@ class FakeGpu(TorchGpu):
     def fill(self, memory: Any, byte: int) -> None:
         self.begin(lambda: memory.fill_(byte))
 
+    def read(self, memory: Any) -> None:
+        self.begin(lambda: memory.sum())
+
     # ---------------------------------------------------------------------------------- stream
 
     def begin(self, operation: Callable[[], Any]) -> None:

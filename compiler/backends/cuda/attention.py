@@ -60,8 +60,8 @@ class PrefillKnobs:
 class DecodeKnobs:
     """BN keys of a tile, `split` keys of a work item, `per_sm` programs that a multiprocessor holds.
 
-    BM: query rows at least. More than there are heads, only strict mode wants: then sm_90 takes the
-    instructions that it takes for prefill.
+    BM: query rows at least. More than there are heads, only strict mode wants: then the instructions, and the
+    way in which warps share a tile, are those of prefill.
     """
 
     BN: int = 64
@@ -81,6 +81,15 @@ def heads_taken(group: int, most: int) -> tuple[int, int]:
 def query_tile(shape: AttentionShape, knobs: PrefillKnobs) -> int:
     """Tokens of an item of prefill attention."""
     return max(1, knobs.BM // heads_taken(shape.group, knobs.BM)[0])
+
+
+def key_warps(bm: int, bn: int, warps: int, *, groups: bool) -> int:
+    """Warps among which Triton deals the keys of a tile, which is the order of a row's sum. With warp groups'
+    instructions (`groups`) each warp takes 16 rows, and those left over go along the keys; with others all go
+    along the rows, or along the keys if a tile has more keys than rows."""
+    if groups:
+        return max(1, 16 * warps // bm)
+    return 1 if bm >= bn else warps
 
 
 def parts_of(width: int) -> list[tuple[int, int]]:

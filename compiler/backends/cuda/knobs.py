@@ -1,8 +1,8 @@
 """Which knobs a kernel takes: tuned ones where a table covers the problem, else the defaults.
 
 A strict program holds one set of numeric choices for all buckets of rows: BLOCK_K and the pieces of K of each
-linear, the keys of a tile and of a split in prefill and decode alike, and the matrix instructions, which
-sm_90 chooses by the rows of a tile.
+linear, the keys of a tile and of a split in prefill and decode alike, how warps share these, and the matrix
+instructions, which sm_90 chooses by the rows of a tile.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Chooser:
         knobs = decode_knobs(shape)
         if point is not None:
             knobs = DecodeKnobs(**{name: value for name, value in point.items() if name != "block_size"})
-        if self.strict and self.target.sm >= 90:
+        if self.strict:
             knobs = replace(knobs, BM=GROUP_ROWS, warps=GROUP_WARPS, stages=2, per_sm=1)
         return knobs, choice
 

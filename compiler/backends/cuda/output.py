@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagec.compiler.artifact import CompiledKernel, dump_json
+from pagec.compiler.backends.cuda.attention import key_warps
 from pagec.compiler.backends.cuda.build import Cubin, Progress, compile_all
 from pagec.compiler.backends.cuda.knobs import Choice
 from pagec.compiler.backends.cuda.plan import GpuPlan
@@ -22,6 +23,8 @@ from pagec.compiler.target import CudaTarget
 
 # The oldest architecture: newer GPUs can compile its PTX when they load it.
 OLDEST: Final = 80
+# Matrix instructions of warp groups.
+GROUP_MMA: Final = "HGMMA"
 MakePlan = Callable[[frozenset[Choice]], GpuPlan]
 Cubins = Mapping[str, Cubin]
 
@@ -97,7 +100,8 @@ def _numeric(plan: GpuPlan, cubins: Cubins) -> Iterator[tuple[str, dict[str, Any
             case "grouped_linear":
                 yield f"experts {p['NP']}x{p['KP']}", {"BK": p["BK"], "mma": mma}
             case "attention_prefill" | "attention_decode":
-                yield "attention", {"BN": p["BN"], "split": p["split"], "mma": mma}
+                dealt = key_warps(p["BM"], p["BN"], kernel.warps, groups=mma == GROUP_MMA)
+                yield "attention", {"BN": p["BN"], "split": p["split"], "mma": mma, "key_warps": dealt}
 
 
 def _check_strict(plan: GpuPlan, cubins: Cubins) -> None:

@@ -84,7 +84,7 @@ def make_gpu_plan(
         scratch_bytes=lowering.scratch_bytes,
         outputs={name: name for name in fused.outputs},
         strict=chooser.strict,
-        buckets=buckets_of(capacity.T),
+        buckets=tuple(sorted({*buckets_of(capacity.T), capacity.S, min(capacity.R, capacity.T)})),
         query_tile=min((query_tile(one, chooser.prefill(one)[0]) for one in attention), default=1),
         split_bytes=(4 * per_item * 2, 4 * per_item * width),
         kernels=tuple(

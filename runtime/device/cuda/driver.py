@@ -118,7 +118,7 @@ class Driver:
 # By the errors that a user can do something about.
 _REMEDIES: Final = {
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "compile the model again for this GPU (--target)",
-    "CUDA_ERROR_INVALID_IMAGE": "compile the model again",
+    "CUDA_ERROR_INVALID_IMAGE": "install a newer driver (580 or later for sm_90), or compile the model again",
     "CUDA_ERROR_NOT_FOUND": "compile the model again",
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "install a newer driver, or compile for this GPU (--target)",
     "CUDA_ERROR_OUT_OF_MEMORY": "give the KV pool less memory, or end what else uses the GPU",

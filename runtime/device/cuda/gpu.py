@@ -81,6 +81,11 @@ class TorchGpu:
         with _told("multiply matrices"):
             self._torch.matmul(x, y, out=out)
 
+    def read(self, memory: Memory) -> None:
+        """Begins to read memory of the GPU, whole words of it: caches are full of it then, and clean."""
+        with _told("read memory"):
+            self._torch.sum(memory.view(self._torch.int32))
+
     # ---------------------------------------------------------------------------------- stream
 
     def stream(self) -> int:
