@@ -115,13 +115,13 @@ def test_times_are_those_of_a_trials_own_launches(tmp_path: Path, bundle: Bundle
             assert [half.spread_us for half in timing.halves] == [0, 0]
 
 
-def test_the_cache_is_overwritten_before_every_timed_launch(tmp_path: Path, bundle: Bundle) -> None:
+def test_the_cache_is_full_of_something_else_before_every_timed_launch(tmp_path: Path, bundle: Bundle) -> None:
     directory, gpu = tmp_path / "bundle", TimedGpu()
     run(directory, tmp_path / "out.jsonl", Emulated(directory, gpu))
     events = [number for number, what in enumerate(gpu.log) if what == "event"]
     begins = events[::2]
     assert len(begins) == sum(9 * len(case.trials) for case in bundle.cases)
-    assert {gpu.log[number - 1] for number in begins} == {f"fill {2 * bundles.H200.l2_bytes}"}
+    assert {gpu.log[number - 1] for number in begins} == {f"read {2 * bundles.H200.l2_bytes}"}
 
 
 def test_trials_take_turns_over_changing_inputs(tmp_path: Path, bundle: Bundle) -> None:

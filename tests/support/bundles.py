@@ -101,9 +101,9 @@ class TimedGpu(FakeGpu):
     def elapsed_us(self, before: FakeEvent, after: FakeEvent) -> float:
         return self._times[after.position] - self._times[before.position]
 
-    def fill(self, memory: Any, byte: int) -> None:
-        super().fill(memory, byte)
-        self.begin(lambda: self.log.append(f"fill {len(memory)}"))
+    def read(self, memory: Any) -> None:
+        super().read(memory)
+        self.begin(lambda: self.log.append(f"read {len(memory)}"))
 
 
 class Emulated(FakeLibrary):
