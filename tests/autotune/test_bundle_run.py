@@ -115,7 +115,7 @@ def test_times_are_those_of_a_trials_own_launches(tmp_path: Path, bundle: Bundle
             assert [half.spread_us for half in timing.halves] == [0, 0]
 
 
-def test_the_cache_is_full_of_something_else_before_every_timed_launch(tmp_path: Path, bundle: Bundle) -> None:
+def test_other_memory_fills_the_cache_before_every_timed_launch(tmp_path: Path, bundle: Bundle) -> None:
     directory, gpu = tmp_path / "bundle", TimedGpu()
     run(directory, tmp_path / "out.jsonl", Emulated(directory, gpu))
     events = [number for number, what in enumerate(gpu.log) if what == "event"]
