@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pagec.autotune import search
 from pagec.autotune.compiled import attention_shape
-from pagec.autotune.entries import Bucket, best_blocks, strict_pairs
+from pagec.autotune.entries import Bucket, best_blocks, judged_anew, strict_pairs
 from pagec.autotune.prediction import Candidate, Point
 from pagec.autotune.problem import Decode, Linear, Prefill, Problem
 from pagec.autotune.space import BLOCK_SIZE, SPACES
@@ -63,20 +63,10 @@ class Ranking:
 
     def judge(self, problem: Problem, compiled: Sequence[tuple[Point, Resources]]) -> None:
         """Ranks anew with what the compiler reported of points."""
+        fresh = [(problem, point, held) for point, held in compiled]
         for key, found in self._found.items():
             if key[0] == problem:
-                told = [
-                    next(
-                        (
-                            search.judged(problem, point, self.target, held)
-                            for point, held in compiled
-                            if point == one.point and one.prediction is not None
-                        ),
-                        one,
-                    )
-                    for one in found
-                ]
-                self._found[key] = search.ranked(told)
+                self._found[key] = judged_anew(problem, found, fresh, self.target)
 
 
 def linear_picks(buckets: Sequence[Bucket], ranking: Ranking, best: int) -> list[Pick]:
@@ -177,7 +167,7 @@ def kernels_of(pick: Pick, dtype: str = "bf16") -> tuple[CudaKernel, ...]:
     problem, knobs = pick.problem, dict[str, Any](pick.knobs)
     if isinstance(problem, Linear):
         shape = LinearShape(problem.N, problem.K, dtype)
-        return linear(shape, plain(shape, dtype), LinearKnobs(**{**knobs, "tma": bool(knobs["tma"])}))
+        return linear(shape, plain(shape, dtype), LinearKnobs.of(knobs))
     attention = replace(attention_shape(problem, pick.block_size), dtype=dtype, out_dtype=dtype)
     if isinstance(problem, Prefill):
         return (prefill(attention, PrefillKnobs(**knobs)),)

@@ -32,6 +32,7 @@ from pagec.autotune.bundle import (
     read_results,
 )
 from pagec.autotune.bundle_arrays import Arrays, Inputs, inputs_of
+from pagec.autotune.gpu_rounds import timed_rounds
 from pagec.autotune.measure import sample
 from pagec.compiler.errors import ArtifactError, CapacityError, DeviceError, PagecError
 from pagec.compiler.launch import Counts
@@ -41,7 +42,7 @@ from pagec.runtime.device.cuda.gpu import TorchGpu
 from pagec.runtime.device.cuda.kernels import LoadedKernel
 from pagec.runtime.device.cuda.launch import GpuCall, GpuCalls, scratch_bytes
 
-# Of the L2 cache, what is written before each timed launch.
+# Of the L2 cache, what is read before each timed launch.
 FLUSHED: Final = 2
 # Sets of inputs that take turns; the numbers of the first are compared.
 SETS: Final = 2
@@ -239,26 +240,13 @@ class Bench:
         return self._kernels[name]
 
     def _rounds(self, ready: Sequence[Sequence[Ready]], ends: float) -> list[list[float]]:
-        """Microseconds of each, round by round; the first round warms up and does not count."""
-        times: list[list[float]] = [[] for _ in ready]
-        for turn in range(MOST_ROUNDS + 1):
-            if turn > LEAST_ROUNDS and self._clock() >= ends:
-                break
-            order = range(len(ready)) if turn % 2 else reversed(range(len(ready)))
-            # A whole round is told to the GPU before anything is waited for: it is never idle within one.
-            events = [(number, *self._once(ready[number][turn // 2 % SETS])) for number in order]
-            self._gpu.wait(events[-1][2])
-            for number, before, after in events:
-                if turn:
-                    times[number].append(self._gpu.elapsed_us(before, after))
-        return times
+        """Microseconds of each, round by round; inputs change every other one."""
 
-    def _once(self, ready: Ready) -> tuple[Any, Any]:
-        """Events around a run with nothing of use in the L2 cache."""
-        self._gpu.read(self._flush)
-        before = self._gpu.record(timed=True)
-        ready.run()
-        return before, self._gpu.record(timed=True)
+        def goes_on(turn: int) -> bool:
+            return turn <= LEAST_ROUNDS or (turn <= MOST_ROUNDS and self._clock() < ends)
+
+        runs = [lambda turn, sets=sets: sets[turn // 2 % SETS].run() for sets in ready]
+        return timed_rounds(runs, self._gpu, self._flush, goes_on)
 
 
 def _as_int32(memory: Any) -> Any:

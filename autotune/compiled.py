@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pagec.autotune.prediction import Point
 from pagec.autotune.problem import Decode, Linear, Prefill, Problem
@@ -24,9 +23,7 @@ def kernel_of(problem: Problem, point: Point) -> CudaKernel:
     """The kernel of a point: bf16, a linear without epilogue."""
     if isinstance(problem, Linear):
         shape = LinearShape(problem.N, problem.K, "bf16")
-        own: dict[str, Any] = {**_own(problem, point), "tma": bool(point["tma"])}
-        knobs = LinearKnobs(**own)
-        return linear(shape, plain(shape, "bf16"), knobs)[0]
+        return linear(shape, plain(shape, "bf16"), LinearKnobs.of(_own(problem, point)))[0]
     attention = attention_shape(problem, point.get("block_size", BLOCK_SIZE))
     if isinstance(problem, Decode):
         taken = {knob: value for knob, value in _own(problem, point).items() if knob != "block_size"}

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from pagec.autotune import decode, search
 from pagec.autotune.occupancy import limit_of
 from pagec.autotune.prediction import Candidate, Point, roofline_us
+from pagec.autotune.prefill import by_warp_groups
 from pagec.autotune.problem import Decode, Linear, Prefill, Problem
 from pagec.autotune.space import SPACES, baseline_of
 from pagec.autotune.table import Choice, Entry
@@ -150,7 +151,7 @@ def strict_pairs(
 
 
 def _keeps_keys_together(point: Point, target: CudaTarget) -> bool:
-    groups = target.sm >= 90 and point["BM"] >= GROUP_ROWS and point["warps"] >= GROUP_WARPS
+    groups = by_warp_groups(point["BM"], point["warps"], target)
     return key_warps(point["BM"], point["BN"], point["warps"], groups=groups) == 1
 
 
@@ -179,7 +180,7 @@ def _settled(
             break
         for name, problems in dict(of.values()).items():
             for number, problem in enumerate(problems):
-                lists[name][number] = _judged(problem, lists[name][number], fresh, target)
+                lists[name][number] = judged_anew(problem, lists[name][number], fresh, target)
         chosen = pick(lists)
     return chosen
 
@@ -207,7 +208,7 @@ def _asked(
     return [(problem, {**blocks, **point}) for problem, point in asked]
 
 
-def _judged(
+def judged_anew(
     problem: Problem,
     found: Sequence[Candidate],
     fresh: Sequence[tuple[Problem, Point, Resources]],

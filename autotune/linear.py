@@ -27,8 +27,9 @@ from pagec.autotune.clocks import (
 from pagec.autotune.decode import ADDRESS, LOAD_BYTES, PARTIAL_BYTES
 from pagec.autotune.occupancy import THREADS_PER_WARP, resources
 from pagec.autotune.prediction import Point, Prediction
-from pagec.autotune.prefill import WARP_GROUP, by_warp_groups
+from pagec.autotune.prefill import by_warp_groups
 from pagec.autotune.problem import ITEM_BYTES, Linear
+from pagec.compiler.backends.cuda.knobs import GROUP_WARPS
 from pagec.compiler.backends.cuda.resources import SCHEDULERS, Resources, occupancy
 from pagec.compiler.target import CudaTarget
 
@@ -101,7 +102,7 @@ def loop_of(point: Point, target: CudaTarget, held: Resources, memory: float) ->
     tile = (bm + bn) * bk * ITEM_BYTES
     product = 2 * bm * bn * bk
     if grouped:  # each group of warps reads its rows and all columns while it multiplies
-        reads = (bm + bn * -(-point["warps"] // WARP_GROUP)) * bk * ITEM_BYTES
+        reads = (bm + bn * -(-point["warps"] // GROUP_WARPS)) * bk * ITEM_BYTES
         multiply = max(product / target.mma_flops_per_clock, reads / SHARED_BYTES_PER_CLOCK)
     else:
         down, across = _warps(bm, bn, point["warps"])

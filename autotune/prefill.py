@@ -40,13 +40,11 @@ from pagec.autotune.occupancy import THREADS_PER_WARP, resources
 from pagec.autotune.prediction import Point, Prediction, roofline_us
 from pagec.autotune.problem import ITEM_BYTES, Prefill
 from pagec.compiler.backends.cuda.attention import heads_taken
+from pagec.compiler.backends.cuda.knobs import GROUP_ROWS, GROUP_WARPS
 from pagec.compiler.backends.cuda.resources import Resources, occupancy
 from pagec.compiler.target import CudaTarget
 
-# Matrix instructions of a group of four warps take at least so many rows.
-GROUP_ROWS: Final = 64
 WARP_ROWS: Final = 16
-WARP_GROUP: Final = 4
 # Registers of a thread are a multiple of this.
 REGISTERS_STEP: Final = 8
 FLOAT_PER_SCORE: Final = 7
@@ -64,7 +62,7 @@ PUBLIC: Final[Mapping[tuple[int, int], Point]] = {
 
 def by_warp_groups(rows: int, warps: int, target: CudaTarget) -> bool:
     """Whether a product of so many rows takes the matrix instructions of sm_90."""
-    return target.sm >= 90 and rows >= GROUP_ROWS and warps >= WARP_GROUP
+    return target.sm >= 90 and rows >= GROUP_ROWS and warps >= GROUP_WARPS
 
 
 def estimate(problem: Prefill, point: Point, target: CudaTarget) -> Resources:
@@ -126,7 +124,7 @@ def loop_of(problem: Prefill, point: Point, target: CudaTarget, held: Resources)
     """A step: a KV tile."""
     rates, d, (bm, bn) = rates_of(target), problem.head_dim, (point["BM"], point["BN"])
     grouped = held.mma == "HGMMA"
-    readers = -(-point["warps"] // WARP_GROUP) if grouped else min(point["warps"], bm // WARP_ROWS)
+    readers = -(-point["warps"] // GROUP_WARPS) if grouped else min(point["warps"], bm // WARP_ROWS)
     tile = 2 * bn * d * ITEM_BYTES
     rate = target.mma_flops_per_clock if grouped else rates.warp_mma_flops_per_clock
     product, reads = 2 * bm * bn * d / rate, readers * tile / SHARED_BYTES_PER_CLOCK

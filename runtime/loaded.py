@@ -40,11 +40,24 @@ class LoadedProgram:
     def __init__(self, program: MemoryPlan, device: Device, memory: Areas, num_blocks: int) -> None:
         self._device = device
         self._kv = program.kv
-        self._capacity, self._vocab = program.capacity, program.vocab
+        self._capacity = program.capacity
         self.memory = memory
         self.num_blocks = num_blocks
         self.ledger = memory.ledger(num_blocks)
         self.trace: Trace = NO_TRACE
+
+    def submit(self, batch: Batch) -> None:
+        """Starts a step."""
+        raise NotImplementedError
+
+    def collect(self) -> StepOutput:
+        """Waits for the oldest step in flight."""
+        raise NotImplementedError
+
+    def run(self, batch: Batch) -> StepOutput:
+        """One step from beginning to end."""
+        self.submit(batch)
+        return self.collect()
 
     def fill_kv_with_nan(self) -> None:
         """Poisons the whole pool (tests: no result may depend on stale keys and values)."""

@@ -65,11 +65,6 @@ class Runner(LoadedProgram):
         self._done: deque[StepOutput] = deque()
         self._previous: I32 = np.zeros(0, np.int32)  # the tokens that the last submitted step chose
 
-    def run(self, batch: Batch) -> StepOutput:
-        """One step from beginning to end."""
-        self.submit(batch)
-        return self.collect()
-
     def submit(self, batch: Batch) -> None:
         """Starts a step (on a CPU: runs it); `collect` gives the outputs, the oldest first."""
         self._check(batch)

@@ -36,7 +36,9 @@ class Launches:
 
         self._body = {span.rows: prepare(span.launches) for span in program.body}
         self._head = {
-            (span.rows, kind): prepare(head_launches(span, kind)) for span in program.head for kind in _WANTED
+            (span.rows, kind): prepare(_head_launches(span, kind))
+            for span in program.head
+            for kind in _WANTED
         }
         self.copy = prepare([program.copy])
         self.prepare: Callable[[Iterable[GpuLaunch]], GpuCalls] = prepare
@@ -69,6 +71,6 @@ class Launches:
             ) from error
 
 
-def head_launches(span: Span, kind: HeadKind) -> list[GpuLaunch]:
+def _head_launches(span: Span, kind: HeadKind) -> list[GpuLaunch]:
     """Those of a head that a step of this kind wants."""
     return [launch for launch in span.launches if launch.when in _WANTED[kind]]

@@ -21,7 +21,7 @@ from pagec.compiler.launch import Counts
 from pagec.runtime.batch import I32, Batch
 from pagec.runtime.device.cuda.device import CapturedGraph, CudaDevice, Fetch, GpuCalls
 from pagec.runtime.gpu.graphs import Graphs, head_rows
-from pagec.runtime.gpu.launches import HeadKind, Launches, head_launches
+from pagec.runtime.gpu.launches import HeadKind, Launches
 from pagec.runtime.gpu.memory import GpuAreas
 from pagec.runtime.gpu.step import WORD, Step, StepImage, bucket_of, is_chain, max_copies
 from pagec.runtime.ledger import kv_blocks
@@ -96,11 +96,6 @@ class GpuRunner(LoadedProgram):
 
     # ---------------------------------------------------------------------------------- steps
 
-    def run(self, batch: Batch) -> StepOutput:
-        """One step from beginning to end."""
-        self.submit(batch)
-        return self.collect()
-
     def submit(self, batch: Batch) -> None:
         """Starts a step; `collect` gives the outputs, the oldest first."""
         self._check(batch)
@@ -111,7 +106,7 @@ class GpuRunner(LoadedProgram):
             self._launches.copy.run(step.rows)
         with self.trace.span("body"):
             graph = self.graphs.body(step.bucket)
-            self._run(graph, self._launches.body(step.span), step.span.launches, step.rows)
+            self._run(graph, self._launches.body(step.span), step.rows)
         self._flights.append(self._run_head(batch))
 
     def collect(self) -> StepOutput:
@@ -148,16 +143,10 @@ class GpuRunner(LoadedProgram):
             self._device.upload_rows(memory, tables, WORD * self.program.max_blocks)
         return step
 
-    def _run(
-        self,
-        graph: CapturedGraph | None,
-        calls: GpuCalls,
-        launches: Sequence[GpuLaunch],
-        rows: tuple[int, ...],
-    ) -> None:
+    def _run(self, graph: CapturedGraph | None, calls: GpuCalls, rows: tuple[int, ...]) -> None:
         """By the graph if there is one; kernel by kernel where each is to be timed."""
         if self.trace.kernels:
-            ran = [(launch.name, launch.kernel, rows[launch.counts]) for launch in launches]
+            ran = [(call.name, call.kernel, rows[call.count]) for call in calls.calls]
             self.trace.launches(ran, calls.time_us(rows))
         elif graph is not None:
             graph.replay()
@@ -204,7 +193,7 @@ class GpuRunner(LoadedProgram):
     def _launch_head(self, kind: HeadKind, num_rows: int) -> None:
         span = self._head_span(num_rows)
         graph = self.graphs.head(num_rows, kind)
-        self._run(graph, self._launches.head(span, kind), head_launches(span, kind), head_rows(num_rows))
+        self._run(graph, self._launches.head(span, kind), head_rows(num_rows))
 
     def _process_head(self, batch: Batch, start: int, num_rows: int, flight: _Flight) -> None:
         """The head with the host's own work on the logits in between; waits for them."""

@@ -1,16 +1,17 @@
-"""Times by events on the GPU, of runs that take turns, each after the L2 cache was overwritten."""
+"""Times by events on the GPU, of runs that take turns, each with nothing of use in the L2 cache."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
+from pagec.autotune.gpu_rounds import timed_rounds
 from pagec.autotune.measure import Sample, sample
 from pagec.runtime.device.cuda.gpu import TorchGpu
 
 Run = Callable[[], object]
-# Of the L2 cache, what is written before each timed run: long enough for the host to be done with telling the
+# Of the L2 cache, what is read before each timed run: long enough for the host to be done with telling the
 # GPU of the run before that begins.
 FLUSHED: Final = 8
 LEAST_ROUNDS: Final = 5
@@ -31,24 +32,12 @@ class Timer:
         self._flush = gpu.allocate(FLUSHED * l2_bytes)
 
     def time(self, runs: Mapping[str, Run]) -> tuple[dict[str, Sample], int]:
-        """Microseconds of each by name, and in how many rounds. The first round warms up and does not count;
-        every other one goes backwards."""
-        times: dict[str, list[float]] = {name: [] for name in runs}
+        """Microseconds of each by name, and in how many rounds."""
         ends = self._clock() + self._seconds
-        for turn in range(MOST_ROUNDS + 1):
-            if turn > LEAST_ROUNDS and self._clock() >= ends:
-                break
-            order = list(runs) if turn % 2 else list(runs)[::-1]
-            # A whole round is told to the GPU before anything is waited for: it is not idle within one.
-            events = [(name, *self._once(runs[name])) for name in order]
-            self._gpu.wait(events[-1][2])
-            for name, before, after in events:
-                if turn:
-                    times[name].append(self._gpu.elapsed_us(before, after))
-        return {name: sample(found) for name, found in times.items()}, len(times[next(iter(runs))])
 
-    def _once(self, run: Run) -> tuple[Any, Any]:
-        self._gpu.read(self._flush)  # what was written would have to be written back meanwhile
-        before = self._gpu.record(timed=True)
-        run()
-        return before, self._gpu.record(timed=True)
+        def goes_on(turn: int) -> bool:
+            return turn <= LEAST_ROUNDS or (turn <= MOST_ROUNDS and self._clock() < ends)
+
+        turns = [lambda _, run=run: run() for run in runs.values()]
+        times = timed_rounds(turns, self._gpu, self._flush, goes_on)
+        return {name: sample(found) for name, found in zip(runs, times, strict=True)}, len(times[0])

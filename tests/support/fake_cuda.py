@@ -11,17 +11,14 @@ Triton is imported; `in_interpreter` runs a function in such a one.
 
 from __future__ import annotations
 
-import atexit
 import bisect
 import ctypes
 import functools
-import multiprocessing
 import os
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +29,7 @@ from pagec.compiler.artifact import KERNELS, GpuArtifact
 from pagec.compiler.errors import CapacityError
 from pagec.compiler.launch import LaunchMetadata
 from pagec.runtime.device.cuda.gpu import TorchGpu
+from support.interpret import interpreter_process
 
 ALIGN, POISON = 512, 0xA5
 CAPTURE_STREAM = 0x5EA0
@@ -417,15 +415,4 @@ def _kernel_function(artifact: GpuArtifact, key: str) -> Any:
 
 def in_interpreter(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of a module in tests/support returns, in a process where launches can be executed."""
-    return _pool().submit(function, *arguments).result()
-
-
-@functools.cache
-def _pool() -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
-    atexit.register(pool.shutdown)
-    return pool
-
-
-def _start() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+    return interpreter_process().submit(function, *arguments).result()

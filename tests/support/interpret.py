@@ -33,13 +33,14 @@ def interpret(kernel: CudaKernel, arrays: Mapping[str, Any], counts: Mapping[str
     # A bucket has room for more than there is: programs that find nothing to do leave everything as it is.
     programs += (kernel.grid.columns + kernel.grid.extra) * 2
     given = [*arrays.values(), np.array([count], np.int32)]
-    results = _pool().submit(_run, kernel.key, kernel.source(), given, programs).result()
+    results = interpreter_process().submit(_run, kernel.key, kernel.source(), given, programs).result()
     for array, result in zip(arrays.values(), results, strict=False):
         array[...] = result
 
 
 @functools.cache
-def _pool() -> ProcessPoolExecutor:
+def interpreter_process() -> ProcessPoolExecutor:
+    """A process in which Triton interprets; the same for all tests."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
     atexit.register(pool.shutdown)
     return pool

@@ -61,7 +61,7 @@ class Chooser:
         key = f"linear/n{shape.n}_k{shape.k}"
         choice, point = self._find(key, rows)
         if point is not None:
-            return LinearKnobs(**{**point, "tma": bool(point["tma"])}), choice
+            return LinearKnobs.of(point), choice
         knobs = linear_knobs(shape, rows, self.target)
         if self.strict:
             few = rows <= FEW_ROWS

@@ -34,6 +34,12 @@ class LinearKnobs:
     splits: int = 1
     tma: bool = False
 
+    @staticmethod
+    def of(point: Mapping[str, int]) -> LinearKnobs:
+        """A point as tables have it, whose values are numbers all."""
+        values: dict[str, Any] = {**point, "tma": bool(point["tma"])}
+        return LinearKnobs(**values)
+
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
