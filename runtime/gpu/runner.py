@@ -132,7 +132,7 @@ class GpuRunner(LoadedProgram):
     def upload(self, batch: Batch) -> Step:
         """Puts a batch's arrays where kernels read them."""
         copies = batch.copies
-        if len(copies) > max_copies(self.program) or is_chain(copies):
+        if len(copies) and (len(copies) > max_copies(self.program) or is_chain(copies)):
             with self.trace.span("copy"):  # one after the other
                 self._copy(copies)
             copies = copies[:0]
