@@ -5,8 +5,7 @@
     graph.json          the graph before the passes (what show, verify and the reference read)
     program.json        see program.py, for a GPU gpu_program.py
     kernels/<key>.py    each kernel's source, as emitted
-    kernels.so          for a CPU: the kernels, compiled
-    libtvm_runtime.so   for a CPU: what kernels.so needs at run time
+    kernels.so          for a CPU: the kernels, compiled, with what runs them (step.c)
     kernels/<key>.cubin for a GPU: the kernel, compiled
     kernels/<key>.json  for a GPU: how it is launched (launch.py) and what it occupies
     kernels/<key>.ptx   for the oldest GPU: what newer ones can compile when they load it
@@ -24,25 +23,26 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from pagec.compiler.dims import BYTE_ALIGN, DType
 from pagec.compiler.errors import ArtifactError
-from pagec.compiler.gpu_program import GpuProgram
 from pagec.compiler.ir import Graph, from_json
-from pagec.compiler.launch import LaunchMetadata
 from pagec.compiler.packing import STORAGE, Array, nbytes
 from pagec.compiler.program import PackedWeight, Program
 from pagec.compiler.target import CpuTarget, CudaTarget, check_runs_on, host
 
-FORMAT: Final = 3
+if TYPE_CHECKING:
+    from pagec.compiler.gpu_program import GpuProgram
+    from pagec.compiler.launch import LaunchMetadata
+
+FORMAT: Final = 4
 MANIFEST: Final = "manifest.json"
 WEIGHTS: Final = "weights.safetensors"
 KERNELS: Final = "kernels"
 LIBRARY: Final = "kernels.so"
-RUNTIME_LIBRARY: Final = "libtvm_runtime.so"
 WEIGHTS_PAGE: Final = 4096
 
 _SAFETENSORS_NAMES: Final[Mapping[DType, str]] = {"f32": "F32", "bf16": "BF16", "i32": "I32"}
@@ -152,6 +152,10 @@ def look_at(path: Path) -> Artifact | GpuArtifact:
     try:
         if isinstance(target, CpuTarget):
             return Artifact(path, manifest, Program.from_json(json.loads(file.read_text())))
+        # Imported here: a process on a CPU starts without.
+        from pagec.compiler.gpu_program import GpuProgram
+        from pagec.compiler.launch import LaunchMetadata
+
         program = GpuProgram.from_json(json.loads(file.read_text()))
         kernels = {}
         for kernel in program.kernels:

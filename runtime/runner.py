@@ -12,7 +12,7 @@ from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import ArtifactError
 from pagec.compiler.program import Launch, RowCount
 from pagec.runtime.batch import I32, Batch
-from pagec.runtime.device import KernelCall, Prepared, TensorDevice
+from pagec.runtime.device import KernelCall, Prepared, Tensor, TensorDevice
 from pagec.runtime.ledger import kv_blocks
 from pagec.runtime.loaded import LoadedProgram, StepOutput
 from pagec.runtime.memory import Areas, step_bytes
@@ -48,6 +48,8 @@ class Runner(LoadedProgram):
         program = artifact.program
         self.program = program
         self._tensors = device
+        self._kernels = {kernel.key: kernel for kernel in program.kernels}
+        self._known_tensors: dict[tuple[str, str], Tensor] = {}
         memory = Areas(artifact, device, weights, weights_memory, step_bytes=step_bytes(program))
         num_blocks = kv_blocks(
             program, num_blocks=num_blocks, kv_bytes=kv_bytes, free_bytes=device.free_bytes()
@@ -164,18 +166,25 @@ class Runner(LoadedProgram):
         return known
 
     def _call(self, launch: Launch) -> KernelCall:
-        kernels = {kernel.key: kernel for kernel in self.program.kernels}
         try:
-            chosen = [kernels[key] for _, key in launch.variants if key]
+            chosen = [self._kernels[key] for _, key in launch.variants if key]
             if len({kernel.signature for kernel in chosen}) > 1:
                 raise ValueError("its kernels take different arrays")
             pairs = zip(launch.args, chosen[0].signature, strict=True)
-            tensors = tuple(self._tensors.tensor(self.memory.find(name), dtype) for name, dtype in pairs)
+            tensors = tuple(self._tensor(name, dtype) for name, dtype in pairs)
         except (KeyError, ValueError) as error:
             raise ArtifactError(
                 f"launch {launch.name} cannot be resolved ({error})",
                 place="program.json",
                 remedy="compile the model again",
             ) from error
-        variants = tuple((limit, kernels[key].symbol if key else "") for limit, key in launch.variants)
+        variants = tuple((limit, self._kernels[key].symbol if key else "") for limit, key in launch.variants)
         return KernelCall(launch.name, _COUNTS[launch.rows], variants, tensors)
+
+    def _tensor(self, name: str, dtype: str) -> Tensor:
+        """Many launches share their arrays: each is described once."""
+        tensor = self._known_tensors.get((name, dtype))
+        if tensor is None:
+            tensor = self._tensors.tensor(self.memory.find(name), dtype)
+            self._known_tensors[name, dtype] = tensor
+        return tensor

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from types import ModuleType
 from typing import Annotated, Final
 
 import typer
 
 from pagec.compiler.errors import PagecError
-from pagec.runtime.cli import (
-    bench,
-    chat,
-    compile,
-    generate,
-    import_model,
-    profile,
-    replay,
-    serve,
-    show,
-    top,
-    tune,
-    verify,
-)
 from pagec.runtime.cli.console import print_error
+
+# In the order of the help. All of them take a tenth of a second to import, so only what is wanted is.
+COMMANDS: Final[Mapping[str, Callable[[], ModuleType]]] = {
+    "compile": lambda: import_module("pagec.runtime.cli.compile"),
+    "import": lambda: import_module("pagec.runtime.cli.import_model"),
+    "show": lambda: import_module("pagec.runtime.cli.show"),
+    "generate": lambda: import_module("pagec.runtime.cli.generate"),
+    "chat": lambda: import_module("pagec.runtime.cli.chat"),
+    "serve": lambda: import_module("pagec.runtime.cli.serve"),
+    "top": lambda: import_module("pagec.runtime.cli.top"),
+    "replay": lambda: import_module("pagec.runtime.cli.replay"),
+    "verify": lambda: import_module("pagec.runtime.cli.verify"),
+    "bench": lambda: import_module("pagec.runtime.cli.bench"),
+    "profile": lambda: import_module("pagec.runtime.cli.profile"),
+    "tune": lambda: import_module("pagec.runtime.cli.tune"),
+}
 
 COMPILE_EXTRA: Final = ("torch", "transformers", "tvm", "gguf", "safetensors", "yaml")
 SERVE_EXTRA: Final = (
@@ -40,26 +45,6 @@ SERVE_EXTRA: Final = (
     "uvloop",
 )
 
-app = typer.Typer(
-    name="pagec",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-app.command("compile")(compile.command)
-app.command("import")(import_model.command)
-app.command("show")(show.command)
-app.command("generate")(generate.command)
-app.command("chat")(chat.command)
-app.command("serve")(serve.command)
-app.command("top")(top.command)
-app.command("replay")(replay.command)
-app.command("verify")(verify.command)
-app.add_typer(bench.app, name="bench")
-app.command("profile")(profile.command)
-app.add_typer(tune.app, name="tune")
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -69,7 +54,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -81,6 +65,25 @@ def _options(
 
         [bold]pagec generate SmolLM2.gguf --chat --prompt "Name three rivers."[/]
     """
+
+
+def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line, with some commands or all."""
+    app = typer.Typer(
+        name="pagec",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_options)
+    for name in names:
+        module = COMMANDS[name]()
+        if hasattr(module, "app"):  # several commands under one name
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(module.command)
+    return app
 
 
 def _missing(library: str) -> PagecError | None:
@@ -98,8 +101,9 @@ def _missing(library: str) -> PagecError | None:
 
 def run() -> None:
     """Runs the command line; exit code 2 for an error that the user can mend."""
+    wanted = [name for name in sys.argv[1:2] if name in COMMANDS]
     try:
-        app()
+        make_app(wanted or COMMANDS)()
     except PagecError as error:
         print_error(error)
         sys.exit(2)

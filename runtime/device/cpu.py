@@ -1,28 +1,25 @@
-"""The CPU device: kernels from a shared library, called through tvm_ffi on 64-byte aligned memory.
+"""The CPU device: kernels from a shared library, called by ctypes on 64-byte aligned memory.
 
-A serving process imports neither torch nor the TVM compiler: tvm_ffi is loaded with torch kept out, and
-`libtvm_runtime.so` (beside the kernels) brings the thread pool. TVM keeps one pool per calling thread, so
-kernels should be launched from the thread that made the device.
+The library brings what runs them, too, a team of threads (templates/cpu/step.c). A serving process needs
+nothing else: neither torch nor TVM.
 """
 
 from __future__ import annotations
 
 import ctypes
-import filecmp
-import importlib.util
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pagec.compiler.artifact import LIBRARY, RUNTIME_LIBRARY
+from pagec.compiler.artifact import LIBRARY
 from pagec.compiler.dims import BYTE_ALIGN, round_up
 from pagec.compiler.errors import ArtifactError, CapacityError
 from pagec.runtime.device import ELEMENT_BYTES, Array, KernelCall, copy_runs
@@ -31,10 +28,8 @@ Bytes = npt.NDArray[np.uint8]
 
 HUGE_PAGE: Final = 2 << 20
 THREADS_VARIABLE: Final = "PAGEC_THREADS"
-_READ_SLICE: Final = 16 << 20
-_CONFIGURE_POOL: Final = "runtime.config_threadpool"
-_POOL_ON_BIG_CORES: Final = 1  # TVM's AffinityMode kBig
-_LOADED: Final[list[Path]] = []  # TVM's runtime library in this process
+_MAX_READ: Final = 1 << 30
+_MAX_MESSAGE: Final = 512  # of templates/cpu/step.c
 
 
 def default_threads() -> int:
@@ -45,17 +40,6 @@ def default_threads() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise CapacityError(f"{text!r} is not a number of threads", place=THREADS_VARIABLE)
     return int(text)
-
-
-def import_tvm_ffi() -> ModuleType:
-    """tvm_ffi without torch: it imports torch if it can, which costs a second and is not needed."""
-    if "tvm_ffi" in sys.modules or "torch" in sys.modules:
-        return importlib.import_module("tvm_ffi")
-    sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
-    try:
-        return importlib.import_module("tvm_ffi")
-    finally:
-        del sys.modules["torch"]
 
 
 def aligned_bytes(nbytes: int, *, huge_pages: bool = True) -> Bytes:
@@ -73,34 +57,29 @@ def aligned_bytes(nbytes: int, *, huge_pages: bool = True) -> Bytes:
 
 
 class CpuDevice:
-    """One CPU. `artifact` is a directory that holds the kernels' library and TVM's runtime library."""
+    """One CPU. `artifact` is a directory that holds the kernels' library."""
 
     def __init__(self, artifact: Path, threads: int | None = None) -> None:
         self.num_workers = threads or default_threads()
-        # The pool is made with this many threads on first use; TVM would take half of the cores.
-        os.environ.setdefault("TVM_NUM_THREADS", str(max(self.num_workers, os.cpu_count() or 1)))
-        # Pinned threads of two engines on one machine would fight for the same cores.
-        os.environ.setdefault("TVM_BIND_THREADS", "0")
-        self._ffi = import_tvm_ffi()
-        self._module = _load(self._ffi, artifact)
         self._path = artifact / LIBRARY
-        self._library = ctypes.CDLL(str(self._path))  # the same library, for the addresses of its functions
-        self._run = _runner(self._library, self._path)
-        self._ffi.get_global_func(_CONFIGURE_POOL)(_POOL_ON_BIG_CORES, self.num_workers)
+        self._library = _load(self._path)
+        self._team = _Team(self._library, self.num_workers)
 
     def allocate(self, nbytes: int, *, sparse: bool = False) -> Bytes:
         """A huge page is zeroed whole at its first touch: too much where little is touched."""
         return aligned_bytes(nbytes, huge_pages=not sparse)
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Bytes:
-        """Reads with several threads: page faults and copies of one thread leave bandwidth unused."""
+        """Reads with several threads: page faults and copies of one thread leave bandwidth unused. Each reads
+        its share in one call, for between two calls it might wait for whoever holds Python's lock."""
         memory = aligned_bytes(nbytes)
+        share = min(round_up(max(-(-nbytes // self.num_workers), 1), HUGE_PAGE), _MAX_READ)
         target = memory.data
         with path.open("rb") as file, ThreadPoolExecutor(self.num_workers) as pool:
             fd = file.fileno()
             jobs = [
-                pool.submit(_read_slice, fd, target[at : at + _READ_SLICE], offset + at)
-                for at in range(0, nbytes, _READ_SLICE)
+                pool.submit(_read_slice, fd, target[at : at + share], offset + at)
+                for at in range(0, nbytes, share)
             ]
             if not all(job.result() for job in jobs):
                 raise _cut_short(path)
@@ -171,7 +150,7 @@ class CpuDevice:
         return CpuTensor(memory, dtype)
 
     def prepare(self, calls: Sequence[KernelCall]) -> CpuCalls:
-        return CpuCalls(calls, self._run, self._address, self.num_workers)
+        return CpuCalls(calls, self._team, self._address)
 
     def _address(self, symbol: str) -> int:
         """Where a kernel's packed function is; 0 for no kernel."""
@@ -244,17 +223,47 @@ class CpuTensor:
         return ctypes.addressof(self._header)
 
 
-class CpuCalls:
-    """Kernel calls laid out as templates/cpu/step.c reads them; a run is one call and one parallel region."""
+class _Team:
+    """The threads that run kernels; they end when nobody holds the team any more."""
 
-    def __init__(
-        self,
-        calls: Sequence[KernelCall],
-        run: Callable[..., int],
-        address: Callable[[str], int],
-        num_workers: int,
-    ) -> None:
-        self._run, self._num_workers = run, num_workers
+    def __init__(self, library: ctypes.CDLL, num_workers: int) -> None:
+        self._run = library.pagec_run
+        self._error = ctypes.create_string_buffer(_MAX_MESSAGE)
+        self._handle = library.pagec_team_new(num_workers)
+        if not self._handle:
+            raise CapacityError(
+                f"{num_workers} threads cannot be started",
+                place="threads",
+                remedy="ask for fewer: --threads N",
+            )
+        weakref.finalize(self, library.pagec_team_free, self._handle).atexit = False
+
+    def run(self, launches: Array, names: Sequence[str], rows: tuple[int, ...], times: int | None) -> None:
+        """Runs a list of launches (`_LAUNCH`); ArtifactError if one fails."""
+        counts = (ctypes.c_int32 * len(rows))(*rows)
+        where = launches.ctypes.data
+        failed = self._run(self._handle, where, len(launches), counts, times, self._error)
+        if not failed:
+            return
+        if failed < 0:
+            raise ArtifactError(
+                "was opened in another process, and its threads are not in this one",
+                place="step",
+                remedy="open the artifact after the fork",
+            )
+        why = self._error.value.decode(errors="replace")
+        raise ArtifactError(
+            f"the kernel of {names[failed - 1]} refused to run{why and f' ({why})'}",
+            place="step",
+            remedy="compile the model again",
+        )
+
+
+class CpuCalls:
+    """Kernel calls laid out as templates/cpu/step.c reads them."""
+
+    def __init__(self, calls: Sequence[KernelCall], team: _Team, address: Callable[[str], int]) -> None:
+        self._team = team
         self._names = [call.name for call in calls]
         self._tensors = [call.tensors for call in calls]
         self._launches = np.zeros(len(calls), _LAUNCH)
@@ -269,67 +278,28 @@ class CpuCalls:
             launch["num_arrays"], launch["rows"] = len(arrays), call.rows
 
     def run(self, *rows: int) -> None:
-        self._start(rows, None)
+        self._team.run(self._launches, self._names, rows, None)
 
     def time_us(self, *rows: int) -> list[float]:
         times = np.zeros(len(self._names) + 1, np.int64)
-        self._start(rows, times.ctypes.data)
+        self._team.run(self._launches, self._names, rows, times.ctypes.data)
         return [float(us) for us in np.diff(times) / 1e3]
 
-    def _start(self, rows: tuple[int, ...], times: int | None) -> None:
-        counts = (ctypes.c_int32 * len(rows))(*rows)
-        failed = self._run(self._launches.ctypes.data, len(self._launches), counts, self._num_workers, times)
-        if failed:
-            what = f"the kernel of {self._names[failed - 1]}" if failed > 0 else "the thread pool"
-            raise ArtifactError(f"{what} refused to run", place="step", remedy="compile the model again")
 
-
-def _runner(library: ctypes.CDLL, path: Path) -> Callable[..., int]:
-    """step.c's entry point."""
+def _load(path: Path) -> ctypes.CDLL:
+    """The kernels' library, with the types of step.c's functions."""
     try:
-        run = library.pagec_run
-    except AttributeError as error:
+        library = ctypes.CDLL(str(path))
+        new, free, run = library.pagec_team_new, library.pagec_team_free, library.pagec_run
+    except (OSError, AttributeError) as error:
         raise ArtifactError(
-            "cannot be loaded: it has no pagec_run", place=str(path), remedy="compile the model again"
+            f"cannot be loaded: {error}", place=str(path), remedy="compile the model again on this machine"
         ) from error
-    run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
-    run.restype = ctypes.c_int32
-    return run
-
-
-def _load(ffi: ModuleType, artifact: Path) -> Any:
-    """The kernels' module. The runtime library goes first, its symbols visible to the kernels."""
-    try:
-        _load_runtime(ffi, artifact / RUNTIME_LIBRARY)
-        return ffi.load_module(str(artifact / LIBRARY))
-    except (OSError, RuntimeError) as error:
-        raise ArtifactError(
-            f"cannot be loaded: {error}",
-            place=str(artifact),
-            remedy="compile the model again on this machine",
-        ) from error
-
-
-def _load_runtime(ffi: ModuleType, library: Path) -> None:
-    """Loads TVM's runtime library once per process.
-
-    A second copy under another path would register everything twice, which aborts the process. So where
-    TVM is installed and the artifact's copy is the same, TVM's own file is taken: tvm may be imported later.
-    """
-    spec = importlib.util.find_spec("tvm")  # imports nothing
-    installed = Path(spec.origin).parent / "lib" / library.name if spec and spec.origin else None
-    if installed and installed.is_file() and filecmp.cmp(installed, library, shallow=False):
-        library = installed
-    if any(library == known or filecmp.cmp(library, known, shallow=False) for known in _LOADED):
-        return
-    if library != installed and ffi.get_global_func(_CONFIGURE_POOL, allow_missing=True) is not None:
-        raise ArtifactError(
-            "needs another TVM runtime than this process has loaded",
-            place=str(library),
-            remedy="compile the model again with this TVM, or open the artifact in a process of its own",
-        )
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-    _LOADED.append(library)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int32
+    new.argtypes, new.restype = [integer], pointer
+    free.argtypes, free.restype = [pointer], None
+    run.argtypes, run.restype = [pointer, pointer, integer, pointer, pointer, pointer], integer
+    return library
 
 
 def _cut_short(path: Path) -> ArtifactError:

@@ -33,10 +33,11 @@ from pagec.runtime.models import find_artifact
 from pagec.runtime.sampling.beam import BeamSearchParams, Hypothesis
 from pagec.runtime.sampling.grammar import GrammarCompiler
 from pagec.runtime.sampling.params import SamplingParams
+from pagec.runtime.text.chat_template import ChatTemplate, Message
 from pagec.runtime.text.choice import ChoiceText, bad_word_ids
 from pagec.runtime.text.defaults import TOKENIZER_DIRECTORY
 from pagec.runtime.text.messages import template_messages
-from pagec.runtime.text.tokenizer import ChatTemplate, Message, Tokenizer
+from pagec.runtime.text.tokenizer import Tokenizer
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
 

@@ -63,6 +63,7 @@ class Site:
         self._num_signals = 0
         self._ending: asyncio.Task[None] | None = None
         tokenizer = Tokenizer.open(options.artifact)
+        _ = tokenizer.template  # a broken one is refused now, not with the first conversation
         self._metrics = Metrics()
         self._recorder = _recorder(options, tokenizer, ready)
         observers: list[Observer] = [self._metrics]

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 
 from pagec.compiler.errors import ArtifactError, RequestError
 from pagec.runtime.text.defaults import TOKENIZER_DIRECTORY, GenerationDefaults
 
-Message = Mapping[str, Any]
+if TYPE_CHECKING:
+    from pagec.runtime.text.chat_template import ChatTemplate, Message
 
 
 class Tokenizer:
@@ -33,7 +29,6 @@ class Tokenizer:
         self._backend = backend
         self.defaults = defaults
         self.chat_template = chat_template
-        self._template = ChatTemplate(chat_template) if chat_template else None
 
     @staticmethod
     def open(artifact: Path) -> Tokenizer:
@@ -52,6 +47,14 @@ class Tokenizer:
             GenerationDefaults.read(artifact),
             template.read_text(encoding="utf-8") if template.is_file() else None,
         )
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template; ArtifactError if it is none. Jinja is imported when it is asked for: a
+        process that completes a plain prompt starts without."""
+        from pagec.runtime.text.chat_template import ChatTemplate
+
+        return ChatTemplate(self.chat_template) if self.chat_template else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, place: str = "prompt") -> list[int]:
         """A plain text's ids, with the tokens that the model wants around a text (or without); RequestError,
@@ -79,7 +82,7 @@ class Tokenizer:
         **names: Any,
     ) -> str:
         """A conversation as the text that the model was trained on, or as another template says."""
-        template = template or self._template
+        template = template or self.template
         if template is None:
             raise RequestError(
                 "this model has no chat template", place="messages", remedy="send a plain prompt instead"
@@ -98,6 +101,8 @@ class Tokenizer:
         **names: Any,
     ) -> str | list[int]:
         """A conversation's ids or its text, with the name and the defaults that Hugging Face gives this."""
+        from pagec.runtime.text.chat_template import ChatTemplate
+
         template = ChatTemplate(chat_template) if chat_template is not None else None
         names["add_generation_prompt"] = add_generation_prompt
         text = self.render_chat(messages, tools=tools, template=template, **names)
@@ -147,53 +152,3 @@ def _steps(decoder: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _steps(inner)
     else:
         yield decoder["type"], decoder
-
-
-class ChatTemplate:
-    """A model's Jinja template, run in the sandbox with the names that Hugging Face gives templates."""
-
-    def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _now
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise ArtifactError(
-                f"line {error.lineno}: {error}",
-                place="chat_template.jinja",
-                remedy="mend the checkpoint's chat template and compile the model again",
-            ) from error
-
-    def render(self, messages: Sequence[Message], **names: Any) -> str:
-        """The conversation as text; RequestError if the template refuses it."""
-        try:
-            return self._template.render(**{"add_generation_prompt": True, **names, "messages": messages})
-        except Exception as error:  # a template is a program of its own: anything may go wrong in it
-            raise RequestError(f"the chat template refuses it: {error}", place="messages") from error
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its contents."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike Jinja's own filter, this one escapes no HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

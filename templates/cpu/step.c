@@ -1,15 +1,20 @@
-/* Runs a list of kernels as one parallel region.
+/* Runs lists of kernels on a team of threads.
 
    Every worker takes its share (worker, num_workers) of each kernel; a barrier stands between two kernels.
-   Entering a region costs microseconds and a model has hundreds of kernels, so a step enters one region,
-   not hundreds. Kernels are TVM's packed functions: int f(self, args, num_args, result), 0 if all is well.
-   Their arguments are arrays first, then three integers: rows, worker, workers. */
+   Calling the team together costs microseconds and a model has hundreds of kernels, so that is done once a
+   step. The caller is worker 0. Kernels are TVM's packed functions: int f(self, args, num_args, result), 0 if
+   all is well. Their arguments are arrays first, then three integers: rows, worker, workers. What else they
+   would need of TVM's runtime, a place for error messages, is at the end of this file. */
 
+#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef struct { /* TVMFFIAny */
   int32_t type;
@@ -43,11 +48,42 @@ typedef struct {
   _Alignas(64) atomic_int arrived;
   _Alignas(64) atomic_int round;
   _Alignas(64) atomic_int failed; /* 1 + the number of a launch that failed */
+  char *message;                  /* of the failed launch */
 } Step;
 
-enum { TYPE_INTEGER = 1, MAX_ARGS = 64, SPINS_BEFORE_YIELD = 4096 };
+typedef struct Team Team;
 
-int TVMBackendParallelLaunch(int (*task)(int worker, void *group, void *data), void *data, int num_tasks);
+typedef struct {
+  Team *team;
+  pthread_t thread;
+  int worker;
+} Member;
+
+struct Team {
+  Step *step;      /* what is worked on */
+  Member *members; /* all but worker 0 */
+  int num_members;
+  pid_t process;        /* threads do not survive a fork */
+  pthread_mutex_t turn; /* one step at a time */
+  pthread_mutex_t sleep;
+  pthread_cond_t wake;
+  _Alignas(64) atomic_int posted; /* steps so far; one more is the sign to begin */
+  _Alignas(64) atomic_int sleepers;
+  _Alignas(64) atomic_int working; /* members that have not left the step */
+};
+
+enum {
+  TYPE_INTEGER = 1,
+  MAX_ARGS = 64,
+  MAX_MESSAGE = 512, /* see runtime/device/cpu.py */
+  SPINS_BEFORE_YIELD = 4096,
+  STACK_BYTES = 8 << 20 /* kernels keep their scratch arrays there */
+};
+
+/* The host needs less time between two steps of a busy engine; who waits longer sleeps. */
+static const int64_t AWAKE_NS = 2000000;
+
+static _Thread_local char message[MAX_MESSAGE];
 
 static int64_t now_ns(void) {
   struct timespec t;
@@ -102,9 +138,7 @@ static int run_share(const Launch *launch, Kernel run, int64_t rows, int worker,
   return run(NULL, args, n + 3, &result);
 }
 
-static int work(int worker, void *group, void *data) {
-  (void)group;
-  Step *step = data;
+static void work(int worker, Step *step) {
   for (int i = 0; i < step->num_launches; i++) {
     const Launch *launch = &step->launches[i];
     const int64_t rows = step->rows[launch->rows];
@@ -112,28 +146,129 @@ static int work(int worker, void *group, void *data) {
     const Kernel run = find_kernel(launch, rows);
     if (!run) continue;
     int none = 0;
-    if (run_share(launch, run, rows, worker, step->num_workers))
-      atomic_compare_exchange_strong(&step->failed, &none, i + 1);
+    message[0] = 0;
+    if (run_share(launch, run, rows, worker, step->num_workers) &&
+        atomic_compare_exchange_strong(&step->failed, &none, i + 1))
+      memcpy(step->message, message, MAX_MESSAGE);
     barrier(step);
     /* All workers leave after the same launch, or one would wait for ever: a later failure is not ours yet. */
     int failed = atomic_load_explicit(&step->failed, memory_order_relaxed);
     if (failed && failed <= i + 1) break;
   }
   if (step->times_ns && worker == 0) step->times_ns[step->num_launches] = now_ns();
-  return 0;
 }
 
-/* 0, or 1 + the number of the launch that failed. */
-int pagec_run(const Launch *launches, int32_t num_launches, const int32_t *rows, int32_t num_workers,
-              int64_t *times_ns) {
+/* Until there is a step after the `seen` first. */
+static void wait_for_step(Team *team, int seen) {
+  const int64_t began = now_ns();
+  for (int spins = 0; atomic_load(&team->posted) == seen; spins++) {
+    if (spins < SPINS_BEFORE_YIELD) {
+      pause_briefly();
+    } else if (now_ns() - began < AWAKE_NS) {
+      sched_yield();
+    } else {
+      /* Either the caller sees a sleeper, or the sleeper sees the step: both write first, then read. */
+      pthread_mutex_lock(&team->sleep);
+      atomic_fetch_add(&team->sleepers, 1);
+      while (atomic_load(&team->posted) == seen) pthread_cond_wait(&team->wake, &team->sleep);
+      atomic_fetch_sub(&team->sleepers, 1);
+      pthread_mutex_unlock(&team->sleep);
+    }
+  }
+}
+
+static void *follow(void *data) {
+  Member *member = data;
+  Team *team = member->team;
+  for (int seen = 0;; seen++) {
+    wait_for_step(team, seen);
+    if (!team->step) return NULL;
+    work(member->worker, team->step);
+    atomic_fetch_sub_explicit(&team->working, 1, memory_order_release);
+  }
+}
+
+/* Tells the members to begin; NULL: to leave for good. */
+static void post(Team *team, Step *step) {
+  team->step = step;
+  atomic_store_explicit(&team->working, team->num_members, memory_order_relaxed);
+  atomic_fetch_add(&team->posted, 1);
+  if (atomic_load(&team->sleepers)) {
+    pthread_mutex_lock(&team->sleep);
+    pthread_cond_broadcast(&team->wake);
+    pthread_mutex_unlock(&team->sleep);
+  }
+}
+
+void pagec_team_free(Team *team) {
+  if (team->process == getpid()) {
+    post(team, NULL);
+    for (int i = 0; i < team->num_members; i++) pthread_join(team->members[i].thread, NULL);
+  }
+  free(team->members);
+  free(team);
+}
+
+/* A team of the caller and num_workers - 1 threads; NULL if they cannot be had. */
+Team *pagec_team_new(int32_t num_workers) {
+  Team *team = aligned_alloc(64, sizeof(Team));
+  Member *members = calloc(num_workers, sizeof(Member));
+  pthread_attr_t attributes;
+  if (!team || !members || pthread_attr_init(&attributes)) {
+    free(team);
+    free(members);
+    return NULL;
+  }
+  pthread_attr_setstacksize(&attributes, STACK_BYTES);
+  memset(team, 0, sizeof(Team));
+  team->members = members;
+  team->process = getpid();
+  pthread_mutex_init(&team->turn, NULL);
+  pthread_mutex_init(&team->sleep, NULL);
+  pthread_cond_init(&team->wake, NULL);
+  int failed = 0;
+  for (int i = 0; i < num_workers - 1 && !failed; i++) {
+    members[i].team = team;
+    members[i].worker = i + 1;
+    failed = pthread_create(&members[i].thread, &attributes, follow, &members[i]);
+    team->num_members += !failed;
+  }
+  pthread_attr_destroy(&attributes);
+  if (!failed) return team;
+  pagec_team_free(team);
+  return NULL;
+}
+
+/* 0; 1 + the number of the launch that failed, whose `error` [MAX_MESSAGE] says why; or -1 in a process that
+   the team is not of. */
+int pagec_run(Team *team, const Launch *launches, int32_t num_launches, const int32_t *rows, int64_t *times_ns,
+              char *error) {
+  if (team->process != getpid()) return -1;
+  pthread_mutex_lock(&team->turn);
   Step step = {.launches = launches,
                .rows = rows,
                .times_ns = times_ns,
                .num_launches = num_launches,
-               .num_workers = num_workers};
-  if (num_workers == 1)
-    work(0, NULL, &step);
-  else if (TVMBackendParallelLaunch(work, &step, num_workers))
-    return -1;
+               .num_workers = team->num_members + 1,
+               .message = error};
+  post(team, &step);
+  work(0, &step);
+  /* The step lies on this stack: nobody may still look at it. */
+  for (int spins = 0; atomic_load_explicit(&team->working, memory_order_acquire); spins++) {
+    if (spins < SPINS_BEFORE_YIELD)
+      pause_briefly();
+    else
+      sched_yield();
+  }
+  pthread_mutex_unlock(&team->turn);
   return atomic_load(&step.failed);
+}
+
+/* What kernels call before they return an error. Hidden, so that theirs is this one even where TVM is loaded. */
+__attribute__((visibility("hidden"))) void TVMFFIErrorSetRaisedFromCStrParts(const char *kind,
+                                                                           const char **parts,
+                                                                           int32_t num_parts) {
+  size_t length = snprintf(message, MAX_MESSAGE, "%s: ", kind);
+  for (int i = 0; i < num_parts && length < MAX_MESSAGE; i++)
+    length += snprintf(message + length, MAX_MESSAGE - length, "%s", parts[i]);
 }

@@ -21,7 +21,7 @@ from pagec.autotune.problem import Decode, Linear, Prefill
 from pagec.autotune.table import read_table
 from pagec.compiler.backends.targets import load_cuda_target
 from pagec.runtime.cli import tune_gpu
-from pagec.runtime.cli.app import app
+from pagec.runtime.cli.app import make_app
 from pagec.runtime.device.cuda import gpu as cuda_gpu
 
 
@@ -75,7 +75,7 @@ def test_results_become_measured_entries_of_tables(tmp_path: Path) -> None:
     }
     run(directory, output, Emulated(directory, TimedGpu(), us=lambda key: 9.0 if key in untuned else 3.0))
     words = ["tune", "merge", str(output), "--into", str(tables)]
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(make_app(), words)
     assert done.exit_code == 0, done.output
     table = read_table(tables / "h200" / "linear.json")
     entry = table.entries["n64_k1024"]
@@ -83,7 +83,7 @@ def test_results_become_measured_entries_of_tables(tmp_path: Path) -> None:
     assert entry.by["name"] == "NVIDIA H200"
     assert all(choice.us < (choice.baseline_us or 0) for choice in entry.sets["default"])
     before = (tables / "h200" / "linear.json").read_bytes()
-    assert CliRunner().invoke(app, words).exit_code == 0
+    assert CliRunner().invoke(make_app(), words).exit_code == 0
     assert (tables / "h200" / "linear.json").read_bytes() == before
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.graphs import llama_text
 
-from pagec.compiler.artifact import FORMAT, LIBRARY, MANIFEST, RUNTIME_LIBRARY, WEIGHTS, Artifact, look_at
+from pagec.compiler.artifact import FORMAT, LIBRARY, MANIFEST, WEIGHTS, Artifact, look_at
 from pagec.compiler.errors import ArtifactError
 
 
@@ -60,13 +60,12 @@ def test_two_compilations_give_the_same_bytes(compiled: tuple[Path, Path]) -> No
     one, two = map(contents, compiled)
     assert one.keys() == two.keys()
     assert [name for name in one if one[name] != two[name]] == []
-    assert {MANIFEST, WEIGHTS, LIBRARY, RUNTIME_LIBRARY, "spec.yaml", "graph.json", "program.json"} < set(one)
+    assert {MANIFEST, WEIGHTS, LIBRARY, "spec.yaml", "graph.json", "program.json"} < set(one)
 
 
 def test_it_names_no_directory_of_the_machine(compiled: tuple[Path, Path]) -> None:
     for name, data in contents(compiled[0]).items():
-        if name != RUNTIME_LIBRARY:  # TVM's own
-            assert str(compiled[0].parent).encode() not in data, name
+        assert str(compiled[0].parent).encode() not in data, name
 
 
 def test_an_intact_artifact_opens(artifact: Path) -> None:
@@ -112,7 +111,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "changed kernel source": (lambda a: flip(first_kernel(a)), "changed after compiling"),
     "longer kernel source": (lambda a: first_kernel(a).open("a").write("# hello\n"), "the manifest says"),
     "changed library": (lambda a: flip(a / LIBRARY), "changed after compiling"),
-    "changed runtime library": (lambda a: flip(a / RUNTIME_LIBRARY), "changed after compiling"),
     "changed graph": (lambda a: flip(a / "graph.json"), "changed after compiling"),
     "missing library": (lambda a: (a / LIBRARY).unlink(), "the file is missing"),
     "missing kernel": (lambda a: first_kernel(a).unlink(), "the file is missing"),

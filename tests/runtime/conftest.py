@@ -7,8 +7,6 @@ tables: any mistake in a batch's arrays, a block table or a preemption changes w
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagec.compiler.artifact import Artifact
-from pagec.compiler.backends.cpu.build import STEP_SOURCE
+from pagec.compiler.artifact import LIBRARY, Artifact
+from pagec.compiler.backends.cpu.build import link_library
 from pagec.compiler.dims import Capacity
 from pagec.compiler.program import (
     Buffer,
@@ -219,28 +217,18 @@ class FakeDevice:
 
 @pytest.fixture(scope="session")
 def build_library() -> Callable[[Path, str], None]:
-    """Makes kernels.so in a directory from C source, and puts TVM's runtime library beside it.
-
-    The source includes tvm/ffi/c_api.h and defines __tvm_ffi_<symbol> functions.
-    """
-    tvm, compiler = importlib.util.find_spec("tvm"), shutil.which("cc")
-    if tvm is None or tvm.origin is None or compiler is None:
-        pytest.skip("needs a C compiler and TVM's runtime library")
-    runtime = Path(tvm.origin).parent / "lib" / "libtvm_runtime.so"
+    """Makes kernels.so in a directory from C source, which includes tvm/ffi/c_api.h and defines
+    __tvm_ffi_<symbol> functions."""
+    found = importlib.util.find_spec("tvm_ffi")
+    assert found is not None
+    assert found.origin is not None
+    headers = Path(found.origin).parent / "include"
 
     def build(path: Path, source: str) -> None:
-        from pagec.runtime.device.cpu import import_tvm_ffi
-
-        info = import_tvm_ffi().libinfo
-        (path / "kernels.c").write_text(source)
-        flags = [f"-I{p}" for p in (info.find_include_path(), info.find_dlpack_include_path())]
-        files = [str(path / "kernels.c"), str(STEP_SOURCE), "-o", str(path / "kernels.so")]
-        subprocess.run(
-            [str(compiler), "-O1", "-shared", "-fPIC", "-D_POSIX_C_SOURCE=200809L", *flags, *files],
-            check=True,
-        )
-        (path / "kernels.c").unlink()
-        shutil.copy(runtime, path)
+        file = path / "kernels.c"
+        file.write_text(source)
+        link_library(str(path / LIBRARY), [f"-I{headers}", str(file)])
+        file.unlink()
 
     return build
 

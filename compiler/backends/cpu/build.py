@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagec import templates
-from pagec.compiler.artifact import LIBRARY, RUNTIME_LIBRARY
+from pagec.compiler.artifact import LIBRARY
 from pagec.compiler.errors import CompileError
 from pagec.compiler.program import Kernel
 from pagec.compiler.target import CpuTarget
@@ -69,35 +69,23 @@ def on_stack(function: Any) -> Any:
 def build_library(
     kernels: Sequence[Kernel], sources: Path, target: CpuTarget, output: Path, progress: Progress
 ) -> None:
-    """Writes kernels.so, and beside it the runtime library that it needs."""
+    """Writes kernels.so, which needs nothing but the C library."""
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         raise CompileError(
             "linking the kernels needs a C compiler, and there is none on PATH",
             remedy="install one that is called cc or gcc (Debian: apt install gcc)",
         )
     module = compile_module(kernels, sources, target, progress)
-    module.export_library(str(output / LIBRARY), fcompile=_link)
-    shutil.copyfile(tvm_runtime_library(), output / RUNTIME_LIBRARY)
+    module.export_library(str(output / LIBRARY), fcompile=link_library)
 
 
-def _link(output: str, objects: list[str], **_options: object) -> None:
-    """Kernels' objects and step.c, which runs lists of them, into a library."""
+def link_library(output: str, objects: list[str], **_options: object) -> None:
+    """Kernels' objects (or C files) and step.c, which runs lists of them, into a library. What neither
+    defines is an error."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None
-    command = [compiler, "-shared", "-fPIC", "-O2", "-std=c11", "-D_POSIX_C_SOURCE=200809L"]
-    result = subprocess.run(
-        [*command, "-o", output, *objects, str(STEP_SOURCE)], capture_output=True, text=True, check=False
-    )
+    flags = ["-shared", "-fPIC", "-O2", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-pthread", "-Wl,-z,defs"]
+    command = [compiler, *flags, "-o", output, *objects, str(STEP_SOURCE), "-lm"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise CompileError(f"the C compiler failed: {result.stderr.strip()}", place=compiler)
-
-
-def tvm_runtime_library() -> Path:
-    """libtvm_runtime.so of the installed TVM."""
-    found = importlib.util.find_spec("tvm")
-    assert found is not None
-    assert found.origin is not None
-    matches = sorted(Path(found.origin).parent.rglob(RUNTIME_LIBRARY))
-    if not matches:
-        raise CompileError(f"TVM is installed without {RUNTIME_LIBRARY}", remedy="reinstall apache-tvm")
-    return matches[0]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pagec.runtime.cli.app import COMMANDS
+
 
 def pagec(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pagec.runtime.cli", *words]
@@ -43,10 +45,30 @@ def test_a_wrong_option_names_itself(tmp_path: Path) -> None:
     assert "--chat" in done.stderr
 
 
+def test_a_command_alone_is_the_same_as_among_all() -> None:
+    """Only what is asked for is imported; the help of all imports all."""
+    assert set(COMMANDS) <= set(pagec("--help").stdout.split())
+    code = """
+import sys
+sys.argv = ["pagec", "show", "manifest", "nowhere"]
+from pagec.runtime.cli import main
+try:
+    main()
+finally:
+    print([name for name in sys.modules if name.startswith("pagec.runtime.cli.")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pagec.runtime.cli.show" in done.stdout
+    assert "pagec.runtime.cli.serve" not in done.stdout
+
+
 def test_generating_imports_nothing_heavy() -> None:
     code = """
 import sys
-import pagec.runtime.cli.app, pagec.runtime.engine
+from pagec.runtime.cli.app import make_app
+make_app()
+import pagec.runtime.engine
 import pagec.runtime.text.tokenizer, pagec.runtime.text.detokenizer
 heavy = {"torch", "tvm", "transformers", "triton", "yaml"} & {name.split(".")[0] for name in sys.modules}
 assert not heavy, heavy

@@ -61,8 +61,8 @@ def test_a_single_value_of_an_option_that_may_be_repeated(byte_artifact: Path, t
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("port: x", "port: Input should be a valid integer"),
-        ("max-queue: -1", "max-queue: Input should be greater than or equal to 0"),
+        ("port: x", "port: 'x' is not a valid int"),
+        ("max-queue: -1", "max-queue: -1 is not in the range x>=0"),
         ("model: other", "model is no option of serve"),
         ("api-key: ''", "a key is empty"),
         ("api-key: ['']", "a key is empty"),

@@ -24,7 +24,7 @@ from pagec.compiler.backends.targets import best_for_this_machine
 from pagec.compiler.driver import CompileOptions, compile_model, find_source, plan_model
 from pagec.compiler.plan import Plan
 from pagec.compiler.program import Kernel
-from pagec.runtime.cli.app import app
+from pagec.runtime.cli.app import make_app
 from pagec.runtime.cli.tuned import tuned_choices
 from pagec.runtime.device.cpu import default_threads
 from pagec.runtime.engine import Engine
@@ -151,7 +151,7 @@ def test_the_logits_are_the_same_bytes(artifacts: tuple[Path, Path]) -> None:
 
 
 def pagec(*words: str | Path) -> Any:
-    said = CliRunner().invoke(app, [str(word) for word in words])
+    said = CliRunner().invoke(make_app(), [str(word) for word in words])
     assert said.exit_code == 0, said.output
     return said
 

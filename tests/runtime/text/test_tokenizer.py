@@ -102,9 +102,12 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
         Tokenizer.open(write(tmp_path)).encode_chat(USER)
 
 
-def test_a_broken_template_is_refused_when_opened(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="line 1"):
-        Tokenizer.open(write(tmp_path, template="{% if %}"))
+def test_a_broken_template_harms_conversations_only(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write(tmp_path, template="{% if %}"))
+    assert tokenizer.encode("hello")
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="line 1"):
+            tokenizer.encode_chat(USER)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

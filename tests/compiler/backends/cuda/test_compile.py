@@ -24,7 +24,7 @@ from pagec.compiler.driver import CompileOptions, compile_model
 from pagec.compiler.errors import ArtifactError, CompileError, DeviceError
 from pagec.compiler.packing import unpack
 from pagec.compiler.program import PackedWeight
-from pagec.runtime.cli.app import app
+from pagec.runtime.cli.app import make_app
 from pagec.runtime.engine import Engine
 
 pytest.importorskip("triton")
@@ -237,7 +237,7 @@ def test_a_machine_without_a_gpu_refuses_it(compiled: Path) -> None:
     assert "--target cpu" in error.value.remedy
     with pytest.raises(DeviceError, match="torch finds no NVIDIA GPU"):
         Engine(compiled)
-    said = CliRunner().invoke(app, ["generate", str(compiled), "--prompt", "x"])
+    said = CliRunner().invoke(make_app(), ["generate", str(compiled), "--prompt", "x"])
     assert said.exit_code != 0
 
 
@@ -269,7 +269,7 @@ def test_without_triton_it_says_so(options: CompileOptions, monkeypatch: pytest.
 
 
 def test_show_kernels_tells_what_they_occupy(compiled: Path) -> None:
-    said = CliRunner().invoke(app, ["show", "kernels", str(compiled), "--json"])
+    said = CliRunner().invoke(make_app(), ["show", "kernels", str(compiled), "--json"])
     assert said.exit_code == 0, said.output
     rows = json.loads(said.stdout)
     assert [row["key"] for row in rows] == [kernel.key for kernel in opened(compiled).program.kernels]
@@ -281,11 +281,11 @@ def test_show_kernels_tells_what_they_occupy(compiled: Path) -> None:
         assert (row["predicted_us"] is not None) == modelled
         assert (row["mma"] != "") == modelled
     for what in ("kernels", "plan", "fused", "manifest"):
-        said = CliRunner().invoke(app, ["show", what, str(compiled)])
+        said = CliRunner().invoke(make_app(), ["show", what, str(compiled)])
         assert said.exit_code == 0, said.output
         assert "attention" in said.stdout or what == "fused"
         if what == "plan":
             assert "linear + add + cast" in said.stdout
             assert "programs write" in said.stdout
-    said = CliRunner().invoke(app, ["show", "plan", str(compiled), "--json"])
+    said = CliRunner().invoke(make_app(), ["show", "plan", str(compiled), "--json"])
     assert json.loads(said.stdout)["fusion"].keys() == {"taken", "apart"}
