@@ -11,7 +11,7 @@ from typing import Any
 from pagec.compiler.backends.cpu.knobs import Chooser
 from pagec.compiler.backends.cpu.prologue import find_prologues
 from pagec.compiler.backends.cpu.rowwise import Code
-from pagec.compiler.backends.cpu.tiles import linear_tiles
+from pagec.compiler.backends.cpu.tiles import linear_columns
 from pagec.compiler.backends.tuned import Tuned
 from pagec.compiler.dims import Capacity
 from pagec.compiler.ir import Graph, Node
@@ -92,7 +92,7 @@ class KernelMaker:
         self.graph, self.settings = graph, settings
         self.target = settings.target
         self.chooser = Chooser(settings.target, settings.tuned)
-        self.packer = Packer(graph, source.weights, linear_tiles(settings.target).nt)
+        self.packer = Packer(graph, source.weights, linear_columns(settings.target))
         self.scratch_bytes = 0  # kernels that need scratch memory share one area
         self.prologues, _ = find_prologues(graph, settings.target)
         self.logits = _chosen_from(graph)

@@ -17,9 +17,11 @@ from pagec.compiler.backends.cpu.tiles import (
     AttentionTiles,
     attention_tiles,
     fits,
-    linear_tiles,
+    linear_buckets,
+    linear_columns,
 )
 from pagec.compiler.backends.tuned import Choices, Tuned
+from pagec.compiler.dims import DType
 from pagec.compiler.errors import CompileError
 from pagec.compiler.target import CpuTarget
 
@@ -34,7 +36,7 @@ Bucket = tuple[int, int]
 
 def linear_points(target: CpuTarget) -> list[Point]:
     """All tiles of a linear that stay in registers."""
-    vectors = linear_tiles(target).nt // target.lanes
+    vectors = linear_columns(target) // target.lanes
     return [{"MB": rows} for rows in range(1, MOST_ROWS + 1) if fits(target, rows, vectors)]
 
 
@@ -60,10 +62,10 @@ class Chooser:
     def __init__(self, target: CpuTarget, tuned: Tuned) -> None:
         self._target, self._tuned = target, tuned
 
-    def linear(self, shape: str, kept: int) -> tuple[str, tuple[Bucket, ...]]:
+    def linear(self, shape: str, dtype: DType, kept: int) -> tuple[str, tuple[Bucket, ...]]:
         """The key of the tuned choice, if there is one, and the buckets. Up to `kept` rows they are the
         default ones: there the linear does the norm before it itself, for the rows of one tile."""
-        own = linear_tiles(self._target).buckets
+        own = linear_buckets(self._target, dtype)
         key, choices = self._find("linear", shape, linear_points(self._target))
         if not key:
             return "", own

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pagec.compiler.backends.cpu.calls import Call
 from pagec.compiler.backends.cpu.lower_linear import LinearLowering
-from pagec.compiler.backends.cpu.tiles import linear_tiles
+from pagec.compiler.backends.cpu.tiles import linear_buckets, linear_columns
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, padded_last, row_stride
 from pagec.compiler.ir import Node, Type
 from pagec.compiler.ops import OPS
@@ -49,7 +49,7 @@ class ExpertLowering(LinearLowering):
         x, out = self.graph.type(node.inputs[0][1:]), self.graph.type(node.outputs[0])
         experts, n, k = self.graph.weights[node.inputs[1][1:]].inner
         choices, dtype = out.inner[0], x.dtype
-        unit, tiles = WORD_ELEMENTS[dtype], linear_tiles(self.target)
+        unit = WORD_ELEMENTS[dtype]
         per_choice = len(x.inner) == 2
         params: dict[str, Any] = {
             "dtype": dtype,
@@ -59,7 +59,7 @@ class ExpertLowering(LinearLowering):
             "N": n,
             "NP": row_stride((n,)),
             "KW": row_stride((k,)) // unit if not per_choice else padded_last((k,)) // unit,
-            "NT": tiles.nt,
+            "NT": linear_columns(self.target),
             "per_choice": per_choice,
             "x_stride": row_stride(x.inner),
             "x_group": padded_last(x.inner),
@@ -77,7 +77,7 @@ class ExpertLowering(LinearLowering):
         arrays.append(("out", "float32"))
         variants = []
         # The choices of one row are different experts: each then has one row at most.
-        for limit, rows in ((1, 1), (0, tiles.buckets[-1][1])):
+        for limit, rows in ((1, 1), linear_buckets(self.target, dtype)[-1]):
             kernel = self._kernel(
                 "grouped_linear",
                 f"{dtype}_{choices}_of_{experts}_n{n}_k{k}{'_bias' if params['bias'] else ''}_m{rows}",

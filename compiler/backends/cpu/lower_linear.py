@@ -123,7 +123,7 @@ class LinearLowering(KernelMaker):
         variants: list[tuple[int, Kernel | None]] = []
         p, normed = parts.params, parts.before.rows if parts.before else 0
         sizes = f"{p['dtype']}_n{p['NP']}_k{p['KW'] * p['unit']}"
-        tuned, buckets = self.chooser.linear(sizes + parts.suffix, normed)
+        tuned, buckets = self.chooser.linear(sizes + parts.suffix, p["dtype"], normed)
         for limit, num_rows in buckets:
             itself = code if 0 < limit <= normed else None
             words = f"{sizes}{'_norm' if itself else ''}{parts.suffix}_m{num_rows}"

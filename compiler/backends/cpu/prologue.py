@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pagec.compiler.backends.cpu.rowwise import Region
-from pagec.compiler.backends.cpu.tiles import linear_tiles
+from pagec.compiler.backends.cpu.tiles import linear_buckets
 from pagec.compiler.ir import Graph, Node
 from pagec.compiler.target import CpuTarget
 
@@ -71,8 +71,9 @@ def _reason(work: Node, users: Mapping[str, list[Node]], graph: Graph) -> str:
 def _rows(work: Node, graph: Graph, target: CpuTarget) -> int:
     """The largest bucket of rows for which doing the work costs less than a launch."""
     row_ns = _row_bytes(work, graph) / target.row_bytes_per_ns
+    dtype = graph.type(work.outputs[0]).dtype
     limits = [
-        limit for limit, _ in linear_tiles(target).buckets if limit and limit * row_ns < target.launch_ns
+        limit for limit, _ in linear_buckets(target, dtype) if limit and limit * row_ns < target.launch_ns
     ]
     return max(limits, default=0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from pagec.compiler.dims import DType
 from pagec.compiler.target import CpuTarget
 
 # Keys per softmax step, and per split of a long context. Splits are what decoding can share out.
@@ -22,12 +23,9 @@ PARTIAL_EXTRA: Final = 16
 QUERY_ROWS: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
-class LinearTiles:
-    """`nt` columns per register tile (a property of the packed weights), and rows by bucket."""
-
-    nt: int
-    buckets: tuple[tuple[int, int], ...]
+# Sums that are added to in turn, so that none waits for its last addition: its latency times two a cycle, and
+# half as many again for what else comes between.
+ENOUGH_SUMS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +37,25 @@ class AttentionTiles:
     dim_vectors: int
 
 
-def fits(target: CpuTarget, rows: int, vectors: int) -> bool:
-    """Whether rows x vectors accumulators, the vectors' operands and a broadcast stay in registers."""
-    return rows * vectors + vectors + 1 <= target.vector_registers
+def fits(target: CpuTarget, rows: int, vectors: int, dtype: DType = "f32") -> bool:
+    """Whether rows x vectors accumulators, the vectors' operands and a broadcast stay in registers. Where
+    bf16 dots are made of two float32 ones, an operand takes two."""
+    operands = (vectors + 1) * (2 if dtype == "bf16" and not target.bf16_dot else 1)
+    return rows * vectors + operands <= target.vector_registers
 
 
-def linear_tiles(target: CpuTarget) -> LinearTiles:
-    """The widest tile of at most 64 columns that leaves room for four rows, else for two."""
-    vectors = next(v for v in (4, 2, 1) if fits(target, 4, v))
-    most = max(m for m in (2, 4) if fits(target, m, vectors))
-    buckets = tuple((m, m) for m in (1, 2) if m < most)
-    return LinearTiles(vectors * target.lanes, (*buckets, (0, most)))
+def linear_columns(target: CpuTarget) -> int:
+    """Columns of a linear's register tile, a property of the packed weights: at most 64, with room for four
+    rows."""
+    return next(v for v in (4, 2, 1) if fits(target, 4, v)) * target.lanes
+
+
+def linear_buckets(target: CpuTarget, dtype: DType) -> tuple[tuple[int, int], ...]:
+    """(up to how many rows, 0 for any; rows of the register tile), for dots of `dtype`."""
+    vectors = linear_columns(target) // target.lanes
+    legal = [rows for rows in (4, 6) if fits(target, rows, vectors, dtype)] or [2]
+    most = next((rows for rows in legal if rows * vectors >= ENOUGH_SUMS), legal[-1])
+    return (*((rows, rows) for rows in (1, 2) if rows < most), (0, most))
 
 
 def attention_tiles(target: CpuTarget, head_dim: int, group: int) -> AttentionTiles:

@@ -14,7 +14,7 @@ from support.targets import dtypes, rounded, targets
 
 from pagec.autotune.cpu_space import shape_key
 from pagec.compiler.backends.cpu.knobs import Bucket, Chooser, attention_points, linear_points
-from pagec.compiler.backends.cpu.tiles import attention_tiles, linear_tiles
+from pagec.compiler.backends.cpu.tiles import attention_tiles, linear_buckets
 from pagec.compiler.backends.targets import PREFERENCE, load_cpu_target
 from pagec.compiler.dims import DType
 from pagec.compiler.errors import CompileError
@@ -32,7 +32,9 @@ def tile(buckets: tuple[Bucket, ...], rows: int) -> int:
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_the_default_tiles_are_points_of_the_space(name: str) -> None:
     target = load_cpu_target(name)
-    assert {rows for _, rows in linear_tiles(target).buckets} <= {p["MB"] for p in linear_points(target)}
+    for dtype in ("f32", "bf16"):
+        rows = {rows for _, rows in linear_buckets(target, dtype)}
+        assert rows <= {p["MB"] for p in linear_points(target)}
     for head_dim, group in ((64, 3), (128, 4), (32, 1)):
         own = attention_tiles(target, head_dim, group)
         point = {"RM": own.rows, "KV": own.key_vectors, "OV": own.dim_vectors}
@@ -44,10 +46,10 @@ def test_every_number_of_rows_takes_what_the_table_has_for_it(data: st.DataObjec
     """But where a linear does the norm itself it takes its own tile."""
     limits = (*sorted(data.draw(st.sets(st.integers(1, 40), max_size=5))), 0)
     chosen = tuple((limit, data.draw(st.sampled_from(linear_points(AVX2)))) for limit in limits)
-    key, buckets = Chooser(AVX2, {"linear/w": chosen}).linear("w", kept)
+    key, buckets = Chooser(AVX2, {"linear/w": chosen}).linear("w", "bf16", kept)
     assert key == "linear/w"
     assert [limit for limit, _ in buckets] == [*sorted(limit for limit, _ in buckets if limit), 0]
-    own = linear_tiles(AVX2).buckets
+    own = linear_buckets(AVX2, "bf16")
     for rows in range(1, 50):
         expected = next(point["MB"] for limit, point in chosen if limit == 0 or rows <= limit)
         assert tile(buckets, rows) == (tile(own, rows) if rows <= kept else expected), rows
@@ -57,14 +59,14 @@ def test_every_number_of_rows_takes_what_the_table_has_for_it(data: st.DataObjec
 
 def test_another_shape_takes_the_defaults() -> None:
     chooser = Chooser(AVX2, {"linear/w": ((0, {"MB": 1}),), "attention/a": ((0, {"RM": 2}),)})
-    assert chooser.linear("w2", 0) == ("", linear_tiles(AVX2).buckets)
+    assert chooser.linear("w2", "f32", 0) == ("", linear_buckets(AVX2, "f32"))
     assert chooser.attention("b", 64, 3) == ("", attention_tiles(AVX2, 64, 3))
 
 
 @pytest.mark.parametrize("point", [{"MB": 7}, {"MB": 0}, {"BM": 4}, {}])
 def test_a_point_that_is_no_tile_of_the_target_is_refused_with_a_remedy(point: dict[str, int]) -> None:
     with pytest.raises(CompileError, match="is no tile of cpu-avx2") as error:
-        Chooser(AVX2, {"linear/w": ((0, point),)}).linear("w", 0)
+        Chooser(AVX2, {"linear/w": ((0, point),)}).linear("w", "f32", 0)
     assert error.value.place == "linear/w"
     assert "--no-tuned" in error.value.remedy
 
