@@ -43,12 +43,9 @@ typedef struct {
   const Launch *launches;
   const int32_t *rows;
   int64_t *times_ns; /* NULL, or when each launch began, and the end */
-  int32_t num_launches;
-  int32_t num_workers;
-  _Alignas(64) atomic_int arrived;
-  _Alignas(64) atomic_int round;
-  _Alignas(64) atomic_int failed; /* 1 + the number of a launch that failed */
-  char *message;                  /* of the failed launch */
+  char *message;     /* of the failed launch */
+  int num_launches;
+  atomic_int failed; /* 1 + the number of a launch that failed */
 } Step;
 
 typedef struct Team Team;
@@ -62,26 +59,29 @@ typedef struct {
 struct Team {
   Step *step;      /* what is worked on */
   Member *members; /* all but worker 0 */
-  int num_members;
+  int num_workers;
   pid_t process;        /* threads do not survive a fork */
   pthread_mutex_t turn; /* one step at a time */
   pthread_mutex_t sleep;
   pthread_cond_t wake;
   _Alignas(64) atomic_int posted; /* steps so far; one more is the sign to begin */
-  _Alignas(64) atomic_int sleepers;
-  _Alignas(64) atomic_int working; /* members that have not left the step */
+  atomic_int sleepers;
+  _Alignas(64) atomic_int arrived; /* workers at the barrier */
+  _Alignas(64) atomic_int round;   /* barriers that all have reached */
 };
 
 enum {
   TYPE_INTEGER = 1,
   MAX_ARGS = 64,
   MAX_MESSAGE = 512, /* see runtime/device/cpu.py */
-  SPINS_BEFORE_YIELD = 4096,
+  SPINS = 4096,
   STACK_BYTES = 8 << 20 /* kernels keep their scratch arrays there */
 };
 
-/* The host needs less time between two steps of a busy engine; who waits longer sleeps. */
-static const int64_t AWAKE_NS = 2000000;
+/* Who waits longer than is usual sleeps, and leaves the core to whom he may be waiting for: for the other
+   workers at a barrier, and for the host of a busy engine between two steps. */
+static const int64_t BARRIER_AWAKE_NS = 100000;
+static const int64_t STEP_AWAKE_NS = 2000000;
 
 static _Thread_local char message[MAX_MESSAGE];
 
@@ -99,20 +99,41 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* Waits until all workers are here. The last to arrive opens the next round. */
-static void barrier(Step *step) {
-  if (step->num_workers == 1) return;
-  int round = atomic_load_explicit(&step->round, memory_order_relaxed);
-  if (atomic_fetch_add_explicit(&step->arrived, 1, memory_order_acq_rel) == step->num_workers - 1) {
-    atomic_store_explicit(&step->arrived, 0, memory_order_relaxed);
-    atomic_store_explicit(&step->round, round + 1, memory_order_release);
-    return;
+static void wait_while(Team *team, atomic_int *word, int value, int64_t awake_ns) {
+  for (int spins = 0; spins < SPINS; spins++) {
+    if (atomic_load_explicit(word, memory_order_acquire) != value) return;
+    pause_briefly();
   }
-  for (int spins = 0; atomic_load_explicit(&step->round, memory_order_acquire) == round; spins++) {
-    if (spins < SPINS_BEFORE_YIELD)
-      pause_briefly();
-    else
-      sched_yield(); /* more workers than free cores: let the others run */
+  for (const int64_t began = now_ns(); now_ns() - began < awake_ns;) {
+    if (atomic_load_explicit(word, memory_order_acquire) != value) return;
+    sched_yield();
+  }
+  /* Either who changes the word sees a sleeper, or the sleeper sees the change: both write first, then read. */
+  pthread_mutex_lock(&team->sleep);
+  atomic_fetch_add(&team->sleepers, 1);
+  while (atomic_load(word) == value) pthread_cond_wait(&team->wake, &team->sleep);
+  atomic_fetch_sub(&team->sleepers, 1);
+  pthread_mutex_unlock(&team->sleep);
+}
+
+/* Adds 1 to a word that others wait for. */
+static void advance(Team *team, atomic_int *word) {
+  atomic_fetch_add(word, 1);
+  if (!atomic_load(&team->sleepers)) return;
+  pthread_mutex_lock(&team->sleep);
+  pthread_cond_broadcast(&team->wake);
+  pthread_mutex_unlock(&team->sleep);
+}
+
+/* Waits until all workers are here. The last to arrive opens the next round. */
+static void barrier(Team *team) {
+  if (team->num_workers == 1) return;
+  const int round = atomic_load_explicit(&team->round, memory_order_relaxed);
+  if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->num_workers - 1) {
+    atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+    advance(team, &team->round);
+  } else {
+    wait_while(team, &team->round, round, BARRIER_AWAKE_NS);
   }
 }
 
@@ -138,7 +159,8 @@ static int run_share(const Launch *launch, Kernel run, int64_t rows, int worker,
   return run(NULL, args, n + 3, &result);
 }
 
-static void work(int worker, Step *step) {
+static void work(Team *team, int worker) {
+  Step *step = team->step;
   for (int i = 0; i < step->num_launches; i++) {
     const Launch *launch = &step->launches[i];
     const int64_t rows = step->rows[launch->rows];
@@ -147,63 +169,33 @@ static void work(int worker, Step *step) {
     if (!run) continue;
     int none = 0;
     message[0] = 0;
-    if (run_share(launch, run, rows, worker, step->num_workers) &&
+    if (run_share(launch, run, rows, worker, team->num_workers) &&
         atomic_compare_exchange_strong(&step->failed, &none, i + 1))
       memcpy(step->message, message, MAX_MESSAGE);
-    barrier(step);
+    barrier(team);
     /* All workers leave after the same launch, or one would wait for ever: a later failure is not ours yet. */
     int failed = atomic_load_explicit(&step->failed, memory_order_relaxed);
     if (failed && failed <= i + 1) break;
   }
   if (step->times_ns && worker == 0) step->times_ns[step->num_launches] = now_ns();
-}
-
-/* Until there is a step after the `seen` first. */
-static void wait_for_step(Team *team, int seen) {
-  const int64_t began = now_ns();
-  for (int spins = 0; atomic_load(&team->posted) == seen; spins++) {
-    if (spins < SPINS_BEFORE_YIELD) {
-      pause_briefly();
-    } else if (now_ns() - began < AWAKE_NS) {
-      sched_yield();
-    } else {
-      /* Either the caller sees a sleeper, or the sleeper sees the step: both write first, then read. */
-      pthread_mutex_lock(&team->sleep);
-      atomic_fetch_add(&team->sleepers, 1);
-      while (atomic_load(&team->posted) == seen) pthread_cond_wait(&team->wake, &team->sleep);
-      atomic_fetch_sub(&team->sleepers, 1);
-      pthread_mutex_unlock(&team->sleep);
-    }
-  }
+  barrier(team); /* The step lies on worker 0's stack: when he leaves, nobody may still look at it. */
 }
 
 static void *follow(void *data) {
-  Member *member = data;
+  const Member *member = data;
   Team *team = member->team;
   for (int seen = 0;; seen++) {
-    wait_for_step(team, seen);
+    wait_while(team, &team->posted, seen, STEP_AWAKE_NS);
     if (!team->step) return NULL;
-    work(member->worker, team->step);
-    atomic_fetch_sub_explicit(&team->working, 1, memory_order_release);
-  }
-}
-
-/* Tells the members to begin; NULL: to leave for good. */
-static void post(Team *team, Step *step) {
-  team->step = step;
-  atomic_store_explicit(&team->working, team->num_members, memory_order_relaxed);
-  atomic_fetch_add(&team->posted, 1);
-  if (atomic_load(&team->sleepers)) {
-    pthread_mutex_lock(&team->sleep);
-    pthread_cond_broadcast(&team->wake);
-    pthread_mutex_unlock(&team->sleep);
+    work(team, member->worker);
   }
 }
 
 void pagec_team_free(Team *team) {
   if (team->process == getpid()) {
-    post(team, NULL);
-    for (int i = 0; i < team->num_members; i++) pthread_join(team->members[i].thread, NULL);
+    team->step = NULL;
+    advance(team, &team->posted);
+    for (int i = 0; i < team->num_workers - 1; i++) pthread_join(team->members[i].thread, NULL);
   }
   free(team->members);
   free(team);
@@ -226,13 +218,15 @@ Team *pagec_team_new(int32_t num_workers) {
   pthread_mutex_init(&team->turn, NULL);
   pthread_mutex_init(&team->sleep, NULL);
   pthread_cond_init(&team->wake, NULL);
-  int failed = 0;
-  for (int i = 0; i < num_workers - 1 && !failed; i++) {
-    members[i].team = team;
-    members[i].worker = i + 1;
-    failed = pthread_create(&members[i].thread, &attributes, follow, &members[i]);
-    team->num_members += !failed;
+  int failed = 0, worker = 1;
+  for (; worker < num_workers; worker++) {
+    Member *member = &members[worker - 1];
+    member->team = team;
+    member->worker = worker;
+    failed = pthread_create(&member->thread, &attributes, follow, member);
+    if (failed) break;
   }
+  team->num_workers = worker;
   pthread_attr_destroy(&attributes);
   if (!failed) return team;
   pagec_team_free(team);
@@ -245,21 +239,11 @@ int pagec_run(Team *team, const Launch *launches, int32_t num_launches, const in
               char *error) {
   if (team->process != getpid()) return -1;
   pthread_mutex_lock(&team->turn);
-  Step step = {.launches = launches,
-               .rows = rows,
-               .times_ns = times_ns,
-               .num_launches = num_launches,
-               .num_workers = team->num_members + 1,
-               .message = error};
-  post(team, &step);
-  work(0, &step);
-  /* The step lies on this stack: nobody may still look at it. */
-  for (int spins = 0; atomic_load_explicit(&team->working, memory_order_acquire); spins++) {
-    if (spins < SPINS_BEFORE_YIELD)
-      pause_briefly();
-    else
-      sched_yield();
-  }
+  Step step = {
+      .launches = launches, .rows = rows, .times_ns = times_ns, .message = error, .num_launches = num_launches};
+  team->step = &step;
+  advance(team, &team->posted);
+  work(team, 0);
   pthread_mutex_unlock(&team->turn);
   return atomic_load(&step.failed);
 }
