@@ -88,9 +88,9 @@ class Room:
             self._promised[sequence] = count
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that growth takes at most: a fork's last block may have to be copied."""
+        """Blocks that growth takes at most: a fork's last block may have to be copied, unless it is full."""
         tables = sequence.block_tables
-        copied = int(sequence.num_slots == 0 and len(tables[0]) > 0)
+        copied = int(sequence.num_slots == 0 and sequence.num_computed % self.blocks.block_size > 0)
         return (self.blocks.blocks_for(num_tokens) - len(tables[0]) + copied) * len(tables)
 
     def _lacking(self, sequence: Sequence, computed: int) -> int:

@@ -7,6 +7,7 @@ Whatever ends well says what the model says alone; blocks are neither lost nor f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -344,3 +345,27 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=100, deadline=None)
 test_scheduler_machine = SchedulerMachine.TestCase
+
+
+def test_choices_that_resume_on_a_cached_prefix_come_to_their_next_token() -> None:
+    """They write behind whole blocks that they share, and copy none: what was promised to them is enough."""
+    machine = SchedulerMachine()
+    machine.begin(1, (None, 6), 16, Limits(24, 6, LENGTH, None, 0.0, 0.3), "deadline", None, cache=True)
+
+    def arrive(count: int, prefix: int, shared: int, own: list[int], output: int, **changes: Any) -> None:
+        usual = {"priority": 0, "salt": "", "ttft_s": None, "ignore_eos": False, "plan": None, "width": 1}
+        usual |= {"choices": 1, "needs_host": True}
+        machine.arrive(prefix, shared, own, output, count, **{**usual, **changes})
+
+    arrive(1, 0, 4, [29, 32, 29, 20], 18, plan=[("", 43), ("", 84), ("", 21), ("", 31)])
+    arrive(2, 0, 0, [12, 0, 22, 0], 2, needs_host=False)
+    machine.wait(16.79373470256313)
+    arrive(4, 2, 4, [13, 23], 5, priority=3, salt="b", choices=2)
+    machine.wait(35.664218340695564)
+    arrive(4, 2, 0, [16], 7, priority=2, ttft_s=0.2873285092292671, ignore_eos=True)
+    machine.wait(2.0336224649877552)
+    plan = [("drop", 29), ("fault", 76), ("fork", 0), ("both", 77), ("fault", 50), ("drop", 0), ("", 52)]
+    arrive(2, 2, 4, [12, 39, 8, 26], 1, plan=[*plan, ("fork", 56)], needs_host=False, width=2)
+    machine.abort(6)
+    machine.teardown()
+    assert machine.scheduler.num_preemptions > 0
