@@ -74,7 +74,7 @@ enum {
   TYPE_INTEGER = 1,
   MAX_ARGS = 64,
   MAX_MESSAGE = 512, /* see runtime/device/cpu.py */
-  SPINS = 4096,
+  SPINS = 16384, /* a few hundred microseconds */
   STACK_BYTES = 8 << 20 /* kernels keep their scratch arrays there */
 };
 
