@@ -99,6 +99,7 @@ static void pause_briefly(void) {
 #endif
 }
 
+/* While a word is `value`: spins, then yields for `awake_ns`, then sleeps. */
 static void wait_while(Team *team, atomic_int *word, int value, int64_t awake_ns) {
   for (int spins = 0; spins < SPINS; spins++) {
     if (atomic_load_explicit(word, memory_order_acquire) != value) return;
