@@ -33,7 +33,8 @@ from typing import Any, Final
 
 from support.serving import RunningServer, served_artifact
 
-SERVER_OPTIONS: Final = ("--kv-bytes", str(4 << 20), "--max-queue", "120")
+# Fewer sequences may be open than there are clients, so that some are refused however fast the machine is.
+SERVER_OPTIONS: Final = ("--kv-bytes", str(4 << 20), "--max-seqs", "64", "--max-queue", "32")
 # What freed memory an allocator keeps, beside a leak that would show in any longer run.
 SLACK_BYTES: Final = 24 << 20
 PATIENCE_S: Final = 60
@@ -129,12 +130,14 @@ class Client:
         return reader, writer
 
     async def _status(self, reader: asyncio.StreamReader, expected: str) -> int:
-        """The status, counted; anything but what may come is a fault."""
+        """The status, counted; anything but what may come is a fault. Who is refused waits a moment."""
         status = int((await reader.readline()).split()[1])
         headers = (await reader.readuntil(b"\r\n\r\n")).lower()
         is_refusal = status == 429 and b"retry-after" in headers
         if not is_refusal and str(status) not in expected.split():
             self._report.fault(f"{status} in place of {expected}: {(await reader.read())[:300]!r}")
+        if is_refusal:
+            await asyncio.sleep(self._rng.random())
         return status
 
     async def stream(self) -> None:

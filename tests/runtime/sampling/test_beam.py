@@ -287,7 +287,7 @@ def test_beams_find_the_same_in_any_company(
     depth: int, is_small: bool, windows: Sequence[int | None]
 ) -> None:
     """In a small pool requests are preempted, and their beams computed again."""
-    num_blocks = len(windows) * (22 if is_small else 100)
+    num_blocks = len(windows) * (19 if is_small else 100)
     engine, rng = Engine(depth, num_blocks, windows=windows), np.random.default_rng(0)
     asked = []
     for number in range(12):
