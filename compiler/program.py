@@ -19,7 +19,7 @@ unbounded (max_rows 0). Its arguments are resolved once, at load:
 
 All are flat arrays of the element type that the kernel's `signature` names (int32 words, or float32);
 after them every kernel takes three int32: its number of rows, and which share of how many it is to compute
-(worker, num_workers). A step passes only numbers.
+(share, num_shares). A step passes only numbers.
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ class Kernel:
     """An emitted kernel: its template, the template's parameters, and what one row costs.
 
     `symbol` is the function's name in kernels.so, `signature` the element type of each array argument.
+    It is called for a share of the work at a time, (share, num_shares), `shares` times for each worker.
     `flops_per_row` and `bytes_per_row` scale with the rows; `bytes_fixed` (weights) does not. Attention's
     cost depends on the context and is not counted here.
     """
@@ -214,6 +215,7 @@ class Kernel:
     flops_per_row: int
     bytes_per_row: int
     bytes_fixed: int
+    shares: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

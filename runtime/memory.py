@@ -53,8 +53,7 @@ class Areas:
     def add_kv(self, num_blocks: int) -> None:
         """The pool, [spans][num_blocks][span_bytes]; a layer sees the slice of its index in its group."""
         kv = self._program.kv
-        # Block 1 of 30 layers lies in 30 places of a pool of gigabytes.
-        self.kv = self._device.allocate(num_blocks * kv.block_bytes, sparse=True)
+        self.kv = self._device.allocate(num_blocks * kv.block_bytes, parts=kv.spans)
         size = num_blocks * kv.span_bytes
         self.layers = {
             layer: self.kv[index * size : (index + 1) * size]

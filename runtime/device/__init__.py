@@ -26,12 +26,14 @@ Array = npt.NDArray[Any]
 class KernelCall:
     """A kernel's place in a list: which of the row counts that `run` gets it takes (`rows`), and which
     kernel for how many: `variants` are (max_rows, symbol), ascending, the last one without bound (0); for
-    as many rows as a variant with an empty symbol takes there is nothing to do."""
+    as many rows as a variant with an empty symbol takes there is nothing to do. `shares`: see
+    program.Kernel."""
 
     name: str
     rows: int
     variants: tuple[tuple[int, str], ...]
     tensors: tuple[Tensor, ...]
+    shares: int = 1
 
 
 class Prepared(Protocol):
@@ -72,8 +74,9 @@ class Device(Protocol):
     def num_workers(self) -> int:
         """Shares into which a kernel's work is cut."""
 
-    def allocate(self, nbytes: int, *, sparse: bool = False) -> Memory:
-        """Zeroed memory, aligned as kernels need it. `sparse`: much of it may never be touched."""
+    def allocate(self, nbytes: int, *, parts: int = 1) -> Memory:
+        """Zeroed memory, aligned as kernels need it: so many equal parts, each used from its beginning on,
+        maybe never to its end."""
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Memory:
         """Memory that holds a copy of a range of a file."""

@@ -42,17 +42,22 @@ def default_threads() -> int:
     return int(text)
 
 
-def aligned_bytes(nbytes: int, *, huge_pages: bool = True) -> Bytes:
-    """Zeroed anonymous memory that starts on a huge page and is backed by such if they are wanted."""
+def aligned_bytes(nbytes: int, *, parts: int = 1) -> Bytes:
+    """Zeroed anonymous memory on huge pages. Of several equal parts each begins on small ones: a huge page is
+    zeroed whole at its first touch, and for a first token, which touches a little of every part, that would
+    take longer than all else."""
     try:
         # Python's default is shared memory, which gets no huge pages.
         size = round_up(max(nbytes, 1), mmap.PAGESIZE) + HUGE_PAGE
         area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CapacityError(f"{nbytes} bytes cannot be allocated ({error})", place="memory") from error
-    area.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    area.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(area, dtype=np.uint8)  # keeps `area` alive
     start = -raw.ctypes.data % HUGE_PAGE
+    for part in range(parts if parts > 1 else 0):
+        first = (start + nbytes * part // parts) // mmap.PAGESIZE * mmap.PAGESIZE
+        area.madvise(mmap.MADV_NOHUGEPAGE, first, min(HUGE_PAGE, size - first))
     return raw[start : start + nbytes]
 
 
@@ -65,9 +70,8 @@ class CpuDevice:
         self._library = _load(self._path)
         self._team = _Team(self._library, self.num_workers)
 
-    def allocate(self, nbytes: int, *, sparse: bool = False) -> Bytes:
-        """A huge page is zeroed whole at its first touch: too much where little is touched."""
-        return aligned_bytes(nbytes, huge_pages=not sparse)
+    def allocate(self, nbytes: int, *, parts: int = 1) -> Bytes:
+        return aligned_bytes(nbytes, parts=parts)
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Bytes:
         """Reads with several threads: page faults and copies of one thread leave bandwidth unused. Each reads
@@ -195,7 +199,12 @@ _DL_CODES: Final = {"int32": 0, "float32": 2}
 _ANY: Final = np.dtype([("type", "<i4"), ("padding", "<u4"), ("value", "<u8")])
 _ANY_DLTENSOR: Final = 7
 _VARIANT: Final = np.dtype([("max_rows", "<i8"), ("run", "<u8")])
-_LAUNCH: Final = np.dtype([("arrays", "<u8"), ("variants", "<u8"), ("num_arrays", "<i4"), ("rows", "<i4")])
+_LAUNCH: Final = np.dtype(
+    [
+        *(("arrays", "<u8"), ("variants", "<u8")),
+        *((name, "<i4") for name in ("num_arrays", "rows", "shares", "padding")),
+    ]
+)
 _UNBOUNDED: Final = np.iinfo(np.int64).max
 
 
@@ -275,7 +284,7 @@ class CpuCalls:
                 part = np.array(rows, dtype)
                 self._parts.append(part)
                 launch[name] = part.ctypes.data
-            launch["num_arrays"], launch["rows"] = len(arrays), call.rows
+            launch["num_arrays"], launch["rows"], launch["shares"] = len(arrays), call.rows, call.shares
 
     def run(self, *rows: int) -> None:
         self._team.run(self._launches, self._names, rows, None)

@@ -1,10 +1,12 @@
 /* Runs lists of kernels on a team of threads.
 
-   Every worker takes its share (worker, num_workers) of each kernel; a barrier stands between two kernels.
-   Calling the team together costs microseconds and a model has hundreds of kernels, so that is done once a
-   step. The caller is worker 0. Kernels are TVM's packed functions: int f(self, args, num_args, result), 0 if
-   all is well. Their arguments are arrays first, then three integers: rows, worker, workers. What else they
-   would need of TVM's runtime, a place for error messages, is at the end of this file. */
+   A kernel is dealt out in shares (share, num_shares), some for each worker; who has done his own takes what
+   another has not begun, for cores are not equally fast, least of all where others use them too. A barrier
+   stands between two kernels. Calling the team together costs microseconds and a model has hundreds of
+   kernels, so that is done once a step. The caller is worker 0. Kernels are TVM's packed functions:
+   int f(self, args, num_args, result), 0 if all is well. Their arguments are arrays first, then three
+   integers: rows, share, shares. What else they would need of TVM's runtime, a place for error messages, is
+   at the end of this file. */
 
 #include <pthread.h>
 #include <sched.h>
@@ -36,7 +38,9 @@ typedef struct {
   const Any *arrays;
   const Variant *variants; /* ascending; the last takes any number of rows */
   int32_t num_arrays;
-  int32_t rows; /* which of the step's row counts this kernel takes */
+  int32_t rows;   /* which of the step's row counts this kernel takes */
+  int32_t shares; /* for each worker; neighbours lie side by side, so they are one worker's */
+  int32_t padding;
 } Launch;
 
 typedef struct {
@@ -56,9 +60,14 @@ typedef struct {
   int worker;
 } Member;
 
+typedef struct {
+  _Alignas(64) atomic_int begun; /* of a worker's shares of the current kernel, by whomever */
+} Pile;
+
 struct Team {
   Step *step;      /* what is worked on */
   Member *members; /* all but worker 0 */
+  Pile *piles;
   int num_workers;
   pid_t process;        /* threads do not survive a fork */
   pthread_mutex_t turn; /* one step at a time */
@@ -126,12 +135,14 @@ static void advance(Team *team, atomic_int *word) {
   pthread_mutex_unlock(&team->sleep);
 }
 
-/* Waits until all workers are here. The last to arrive opens the next round. */
+/* Waits until all workers are here. The last to arrive opens the next round, in which no share has begun. */
 static void barrier(Team *team) {
   if (team->num_workers == 1) return;
   const int round = atomic_load_explicit(&team->round, memory_order_relaxed);
   if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->num_workers - 1) {
     atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+    for (int i = 0; i < team->num_workers; i++)
+      atomic_store_explicit(&team->piles[i].begun, 0, memory_order_relaxed);
     advance(team, &team->round);
   } else {
     wait_while(team, &team->round, round, BARRIER_AWAKE_NS);
@@ -146,18 +157,29 @@ static Kernel find_kernel(const Launch *launch, int64_t rows) {
   return variant->run;
 }
 
-static int run_share(const Launch *launch, Kernel run, int64_t rows, int worker, int num_workers) {
+/* The worker's own shares, then others'; whether one has failed. */
+static int run_shares(Team *team, const Launch *launch, Kernel run, int64_t rows, int worker) {
   Any args[MAX_ARGS];
-  int n = launch->num_arrays;
+  const int n = launch->num_arrays, shares = team->num_workers > 1 ? launch->shares : 1;
   memcpy(args, launch->arrays, n * sizeof(Any));
-  const int64_t integers[3] = {rows, worker, num_workers};
+  const int64_t integers[3] = {rows, worker, (int64_t)shares * team->num_workers};
   for (int i = 0; i < 3; i++) {
     args[n + i].type = TYPE_INTEGER;
     args[n + i].padding = 0;
     args[n + i].value.integer = integers[i];
   }
   Any result = {0};
-  return run(NULL, args, n + 3, &result);
+  if (shares == 1) return run(NULL, args, n + 3, &result);
+  for (int i = 0; i < team->num_workers; i++) {
+    const int whose = (worker + i) % team->num_workers;
+    for (;;) {
+      const int share = atomic_fetch_add_explicit(&team->piles[whose].begun, 1, memory_order_relaxed);
+      if (share >= shares) break;
+      args[n + 1].value.integer = (int64_t)whose * shares + share;
+      if (run(NULL, args, n + 3, &result)) return 1;
+    }
+  }
+  return 0;
 }
 
 static void work(Team *team, int worker) {
@@ -170,7 +192,7 @@ static void work(Team *team, int worker) {
     if (!run) continue;
     int none = 0;
     message[0] = 0;
-    if (run_share(launch, run, rows, worker, team->num_workers) &&
+    if (run_shares(team, launch, run, rows, worker) &&
         atomic_compare_exchange_strong(&step->failed, &none, i + 1))
       memcpy(step->message, message, MAX_MESSAGE);
     barrier(team);
@@ -199,6 +221,7 @@ void pagec_team_free(Team *team) {
     for (int i = 0; i < team->num_workers - 1; i++) pthread_join(team->members[i].thread, NULL);
   }
   free(team->members);
+  free(team->piles);
   free(team);
 }
 
@@ -206,15 +229,19 @@ void pagec_team_free(Team *team) {
 Team *pagec_team_new(int32_t num_workers) {
   Team *team = aligned_alloc(64, sizeof(Team));
   Member *members = calloc(num_workers, sizeof(Member));
+  Pile *piles = aligned_alloc(64, num_workers * sizeof(Pile));
   pthread_attr_t attributes;
-  if (!team || !members || pthread_attr_init(&attributes)) {
+  if (!team || !members || !piles || pthread_attr_init(&attributes)) {
     free(team);
     free(members);
+    free(piles);
     return NULL;
   }
   pthread_attr_setstacksize(&attributes, STACK_BYTES);
   memset(team, 0, sizeof(Team));
+  memset(piles, 0, num_workers * sizeof(Pile));
   team->members = members;
+  team->piles = piles;
   team->process = getpid();
   pthread_mutex_init(&team->turn, NULL);
   pthread_mutex_init(&team->sleep, NULL);

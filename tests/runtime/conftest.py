@@ -132,7 +132,7 @@ class FakeDevice:
         self.break_token: int | None = None
         self.free = 1 << 30
 
-    def allocate(self, nbytes: int, *, sparse: bool = False) -> Any:  # noqa: ARG002
+    def allocate(self, nbytes: int, *, parts: int = 1) -> Any:  # noqa: ARG002
         return np.zeros(nbytes, np.uint8)
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Any:

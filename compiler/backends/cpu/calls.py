@@ -32,6 +32,11 @@ ELEMENT_FLOPS = {
 }
 
 
+# In how many shares for each worker a kernel is dealt out; others in one. More level the work better and
+# cost more calls; a share of these takes microseconds even where a step has one row.
+SHARES = {"linear": 16, "grouped_linear": 16, "attention": 16}
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A node lowered: one kernel per bucket of rows, and arguments that name values, weights, ...
@@ -121,6 +126,7 @@ class KernelMaker:
             flops_per_row=flops,
             bytes_per_row=bytes_per_row,
             bytes_fixed=bytes_fixed,
+            shares=SHARES.get(template, 1),
         )
 
     def _arguments(self, code: Code) -> tuple[str, ...]:

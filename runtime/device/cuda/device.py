@@ -54,9 +54,9 @@ class CudaDevice:
 
     # ---------------------------------------------------------------------------------- memory
 
-    def allocate(self, nbytes: int, *, sparse: bool = False) -> Memory:
+    def allocate(self, nbytes: int, *, parts: int = 1) -> Memory:
         """Zeroed memory of the GPU, at a multiple of 256 bytes; CapacityError if there is not as much."""
-        del sparse  # what is not touched takes its place all the same
+        del parts  # what is not touched takes its place all the same
         return self._gpu.allocate(nbytes)
 
     def address(self, memory: Memory) -> int:

@@ -21,9 +21,11 @@ from pagec.compiler.errors import ArtifactError, CapacityError
 from pagec.runtime.device import KernelCall, copy_runs
 from pagec.runtime.device.cpu import CpuDevice, CpuTensor, aligned_bytes, default_threads
 
-# kernel add(x: int32[], num_rows, worker, num_workers): worker 0 adds num_workers to x[i] for i < num_rows;
-# kernel fail refuses in the last worker, and says why as TVM's do; kernel count adds 1 to x[16 * worker]
+# kernel add(x: int32[], num_rows, share, num_shares): share 0 adds num_shares to x[i] for i < num_rows;
+# kernel fail refuses in the last share, and says why as TVM's do; kernel count adds 1 to x[16 * share];
+# kernel wait does the same, but share 0 waits until all others are done
 KERNEL = r"""
+#include <sched.h>
 #include <tvm/ffi/c_api.h>
 int __tvm_ffi_add(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
   DLTensor* x = (DLTensor*)args[0].v_ptr;
@@ -41,6 +43,14 @@ int __tvm_ffi_count(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIA
   ((int32_t*)((DLTensor*)args[0].v_ptr)->data)[16 * args[2].v_int64] += 1;
   return 0;
 }
+int __tvm_ffi_wait(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
+  _Atomic int32_t* x = (_Atomic int32_t*)((DLTensor*)args[0].v_ptr)->data;
+  if (args[2].v_int64 == 0)
+    for (int64_t i = 1; i < args[3].v_int64; ++i)
+      while (!x[16 * i]) sched_yield();
+  x[16 * args[2].v_int64] += 1;
+  return 0;
+}
 """
 
 
@@ -52,8 +62,8 @@ def library(build_library: Callable[[Path, str], None], tmp_path_factory: pytest
     return path
 
 
-def call(symbol: str, *tensors: CpuTensor, rows: int = 0) -> KernelCall:
-    return KernelCall(symbol, rows, ((0, symbol),), tensors)
+def call(symbol: str, *tensors: CpuTensor, rows: int = 0, shares: int = 1) -> KernelCall:
+    return KernelCall(symbol, rows, ((0, symbol),), tensors, shares)
 
 
 def test_a_kernel_runs_on_device_memory(library: Path) -> None:
@@ -84,6 +94,46 @@ def test_what_has_nothing_to_do_is_passed_over(library: Path, threads: int) -> N
     assert len(calls.time_us(2, 1, 0)) == 3
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("shares", [2, 16])
+def test_each_share_is_done_once(library: Path, threads: int, shares: int) -> None:
+    device = CpuDevice(library, threads=threads)
+    memory = device.allocate(64 * threads * shares)
+    x = device.tensor(memory, "int32")
+    device.prepare([call("count", x, shares=shares)] * 100).run(1)
+    assert device.download(memory, np.int32)[::16].tolist() == [100] * (threads * shares)
+
+
+def test_one_worker_does_all_at_once(library: Path) -> None:
+    device = CpuDevice(library, threads=1)
+    memory = device.allocate(64 * 8)
+    x = device.tensor(memory, "int32")
+    device.prepare([call("count", x, shares=8)] * 3).run(1)
+    assert device.download(memory, np.int32)[::16].tolist() == [3] + [0] * 7
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_who_is_done_takes_what_others_have_not_begun(library: Path, threads: int) -> None:
+    """Whose first share takes long has all others done for him; if they were his own, this would not end."""
+    device = CpuDevice(library, threads=threads)
+    memory = device.allocate(64 * 4 * threads)
+    x = device.tensor(memory, "int32")
+    device.prepare([call("wait", x, shares=4), call("count", x, shares=4)]).run(1)
+    assert device.download(memory, np.int32)[::16].tolist() == [2] * (4 * threads)
+
+
+def test_a_share_that_fails_stops_the_list(library: Path) -> None:
+    """The shares of a later list are whole again."""
+    device = CpuDevice(library, threads=2)
+    memory = device.allocate(64 * 8)
+    x = device.tensor(memory, "int32")
+    for _ in range(50):
+        with pytest.raises(ArtifactError, match="kernel of fail refused to run"):
+            device.prepare([call("fail", x, shares=4), call("count", x)]).run(1)
+    device.prepare([call("count", x, shares=4)]).run(1)
+    assert device.download(memory, np.int32)[::16].tolist() == [1] * 8
+
+
 def test_a_missing_kernel_is_named(library: Path) -> None:
     device = CpuDevice(library, threads=1)
     with pytest.raises(ArtifactError, match="no kernel subtract"):
@@ -108,13 +158,35 @@ def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
         CpuDevice(tmp_path)
 
 
-@pytest.mark.parametrize("huge_pages", [True, False])
-@pytest.mark.parametrize("nbytes", [0, 1, 64, 5_000_000])
-def test_memory_is_zeroed_and_aligned(nbytes: int, huge_pages: bool) -> None:
-    memory = aligned_bytes(nbytes, huge_pages=huge_pages)
+@pytest.mark.parametrize("parts", [1, 2, 7])
+@pytest.mark.parametrize("nbytes", [0, 1, 64, 5_000_000, 50_000_000])
+def test_memory_is_zeroed_and_aligned(nbytes: int, parts: int) -> None:
+    memory = aligned_bytes(nbytes, parts=parts)
     assert memory.nbytes == nbytes
     assert memory.ctypes.data % (2 << 20) == 0 or nbytes == 0
     assert not memory.any()
+
+
+def test_parts_begin_on_small_pages() -> None:
+    """And go on on huge ones, whatever lies before their first whole one."""
+
+    def flags(at: int) -> list[str]:
+        found = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first = line.split()[0]
+            if "-" in first:
+                start, end = (int(x, 16) for x in first.split("-"))
+                found = start <= at < end
+            elif found and first == "VmFlags:":
+                return line.split()[1:]
+        raise AssertionError("not mapped")
+
+    memory = aligned_bytes(30 << 20, parts=3)
+    for part in range(3):
+        start = memory.ctypes.data + part * (10 << 20)
+        assert "nh" in flags(start)
+        assert "nh" in flags(start + (1 << 20))
+        assert "hg" in flags(start + (3 << 20))
 
 
 def test_a_misaligned_tensor_is_refused(library: Path) -> None:
