@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from pagec.runtime.scheduler import Entry
 from pagec.runtime.sequence import Sequence
 
 I32 = npt.NDArray[np.int32]
+_NO_COPIES: Final = np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +66,88 @@ def build_batch(
 ) -> Batch:
     """The batch of a schedule; `copies` as from BlockManager.take_copies."""
     requests, sequences, first, num_tokens, num_logits, num_draws = zip(*entries, strict=True)
-    starts, counts = _column(first), _column(num_tokens)
-    query_start = np.zeros(len(entries) + 1, np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    owner = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
-    positions = _ramp(counts, query_start) + starts[owner]
     tables = tuple(
         _block_table([sequence.block_tables[group] for sequence in sequences])
         for group in range(len(program.kv.groups))
     )
-    size = np.int32(program.kv.block_size)
-    block, offset = np.divmod(positions, size)
+    if num_tokens == num_logits == num_draws and max(num_tokens) == 1:
+        rows = _decodes(first, [sequence.block_tables for sequence in sequences], program)
+    else:
+        starts, counts = _column(first), _column(num_tokens)
+        rows = _chunks(starts, counts, _column(num_logits), _column(num_draws), tables, program)
     return Batch(
         tokens=_column(_tokens(sequences, first, num_tokens)),
-        positions=positions,
-        query_start=query_start,
-        seq_lens=starts + counts,
-        slot_mapping=tuple(table[owner, block] * size + offset for table in tables),
+        positions=rows.positions,
+        query_start=rows.query_start,
+        seq_lens=rows.seq_lens,
+        slot_mapping=rows.slot_mapping,
         block_tables=tables,
-        tiles=_tiles(starts, counts, program.query_tile),
-        logit_rows=_logit_rows(query_start, _column(num_logits), _column(num_draws)),
-        copies=_column([block for pair in copies for block in pair]).reshape(-1, 2),
+        tiles=rows.tiles,
+        logit_rows=rows.logit_rows,
+        copies=_column([block for pair in copies for block in pair]).reshape(-1, 2) if copies else _NO_COPIES,
         want_logits=any(request.needs_logits for request in requests),
         sampling=_sampling(entries, program.vocab),
         processors=_processors(entries),
+    )
+
+
+class _Rows(NamedTuple):
+    """The arrays of Batch that follow from where chunks begin and how long they are."""
+
+    positions: I32
+    query_start: I32
+    seq_lens: I32
+    slot_mapping: tuple[I32, ...]
+    tiles: I32
+    logit_rows: I32
+
+
+def _decodes(
+    starts: Items[int], block_tables: Items[Items[array[int]]], program: Program | GpuProgram
+) -> _Rows:
+    """One token of each sequence, one logit row each. As _chunks has it; but the host works while no kernel
+    runs, and with nothing in the caches, where a call of numpy takes ten times as long as it usually does."""
+    size, count = program.kv.block_size, len(starts)
+    longest_first = sorted(range(count), key=starts.__getitem__, reverse=True)
+    return _Rows(
+        _column(starts),
+        _column(range(count + 1)),
+        _column([start + 1 for start in starts]),
+        tuple(
+            _column(
+                [
+                    tables[group][start // size] * size + start % size
+                    for start, tables in zip(starts, block_tables, strict=True)
+                ]
+            )
+            for group in range(len(program.kv.groups))
+        ),
+        _column([number for sequence in longest_first for number in (sequence, 0)]).reshape(-1, 2),
+        _column(range(count)),
+    )
+
+
+def _chunks(
+    starts: I32,
+    counts: I32,
+    num_logits: I32,
+    num_draws: I32,
+    tables: Items[I32],
+    program: Program | GpuProgram,
+) -> _Rows:
+    query_start = np.zeros(len(starts) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    owner = np.repeat(np.arange(len(starts), dtype=np.int32), counts)
+    positions = _ramp(counts, query_start) + starts[owner]
+    size = np.int32(program.kv.block_size)
+    block, offset = np.divmod(positions, size)
+    return _Rows(
+        positions,
+        query_start,
+        starts + counts,
+        tuple(table[owner, block] * size + offset for table in tables),
+        _tiles(starts, counts, program.query_tile),
+        _logit_rows(query_start, num_logits, num_draws),
     )
 
 
@@ -158,10 +218,6 @@ def _logit_rows(query_start: I32, counts: I32, draws: I32) -> I32:
 
 def _tiles(starts: I32, counts: I32, height: int) -> I32:
     """Tiles of `height` rows, those with most keys to read first: workers take them in turn."""
-    if counts.max() == 1:
-        tiles = np.zeros((len(starts), 2), np.int32)
-        tiles[:, 0] = np.argsort(-starts, kind="stable")
-        return tiles
     num_tiles = -(-counts // np.int32(height))
     ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(num_tiles, dtype=np.int32)])
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)

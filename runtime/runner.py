@@ -168,8 +168,8 @@ class Runner(LoadedProgram):
     def _call(self, launch: Launch) -> KernelCall:
         try:
             chosen = [self._kernels[key] for _, key in launch.variants if key]
-            if len({(kernel.signature, kernel.shares) for kernel in chosen}) > 1:
-                raise ValueError("its kernels take different arrays or shares")
+            if len({kernel.signature for kernel in chosen}) > 1:
+                raise ValueError("its kernels take different arrays")
             pairs = zip(launch.args, chosen[0].signature, strict=True)
             tensors = tuple(self._tensor(name, dtype) for name, dtype in pairs)
         except (KeyError, ValueError) as error:
@@ -178,8 +178,10 @@ class Runner(LoadedProgram):
                 place="program.json",
                 remedy="compile the model again",
             ) from error
-        variants = tuple((limit, self._kernels[key].symbol if key else "") for limit, key in launch.variants)
-        return KernelCall(launch.name, _COUNTS[launch.rows], variants, tensors, chosen[0].shares)
+        kernels = [(limit, self._kernels.get(key)) for limit, key in launch.variants]
+        variants = tuple((limit, kernel.symbol if kernel else "") for limit, kernel in kernels)
+        shares = tuple(kernel.shares if kernel else 1 for _, kernel in kernels)
+        return KernelCall(launch.name, _COUNTS[launch.rows], variants, tensors, shares)
 
     def _tensor(self, name: str, dtype: str) -> Tensor:
         """Many launches share their arrays: each is described once."""

@@ -26,14 +26,14 @@ Array = npt.NDArray[Any]
 class KernelCall:
     """A kernel's place in a list: which of the row counts that `run` gets it takes (`rows`), and which
     kernel for how many: `variants` are (max_rows, symbol), ascending, the last one without bound (0); for
-    as many rows as a variant with an empty symbol takes there is nothing to do. `shares`: see
-    program.Kernel."""
+    as many rows as a variant with an empty symbol takes there is nothing to do. `shares`:
+    those of each variant's kernel (see program.Kernel); none: one each."""
 
     name: str
     rows: int
     variants: tuple[tuple[int, str], ...]
     tensors: tuple[Tensor, ...]
-    shares: int = 1
+    shares: tuple[int, ...] = ()
 
 
 class Prepared(Protocol):

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Final
 
@@ -198,13 +199,8 @@ _DL_CODES: Final = {"int32": 0, "float32": 2}
 # TVM's TVMFFIAny, and the structures of templates/cpu/step.c.
 _ANY: Final = np.dtype([("type", "<i4"), ("padding", "<u4"), ("value", "<u8")])
 _ANY_DLTENSOR: Final = 7
-_VARIANT: Final = np.dtype([("max_rows", "<i8"), ("run", "<u8")])
-_LAUNCH: Final = np.dtype(
-    [
-        *(("arrays", "<u8"), ("variants", "<u8")),
-        *((name, "<i4") for name in ("num_arrays", "rows", "shares", "padding")),
-    ]
-)
+_VARIANT: Final = np.dtype([("max_rows", "<i8"), ("run", "<u8"), ("shares", "<i8")])
+_LAUNCH: Final = np.dtype([("arrays", "<u8"), ("variants", "<u8"), ("num_arrays", "<i4"), ("rows", "<i4")])
 _UNBOUNDED: Final = np.iinfo(np.int64).max
 
 
@@ -279,12 +275,15 @@ class CpuCalls:
         self._parts: list[Array] = []
         for launch, call in zip(self._launches, calls, strict=True):
             arrays = [(_ANY_DLTENSOR, 0, tensor.address) for tensor in call.tensors]
-            variants = [(limit or _UNBOUNDED, address(symbol)) for limit, symbol in call.variants]
+            variants = [
+                (limit or _UNBOUNDED, address(symbol), shares)
+                for (limit, symbol), shares in zip(call.variants, call.shares or repeat(1), strict=False)
+            ]
             for name, dtype, rows in (("arrays", _ANY, arrays), ("variants", _VARIANT, variants)):
                 part = np.array(rows, dtype)
                 self._parts.append(part)
                 launch[name] = part.ctypes.data
-            launch["num_arrays"], launch["rows"], launch["shares"] = len(arrays), call.rows, call.shares
+            launch["num_arrays"], launch["rows"] = len(arrays), call.rows
 
     def run(self, *rows: int) -> None:
         self._team.run(self._launches, self._names, rows, None)

@@ -31,16 +31,15 @@ typedef int (*Kernel)(void *self, const Any *args, int32_t num_args, Any *result
 
 typedef struct {
   int64_t max_rows;
-  Kernel run; /* NULL: for so few rows there is nothing to do */
+  Kernel run;     /* NULL: for so few rows there is nothing to do */
+  int64_t shares; /* for each worker; neighbours lie side by side, so they are one worker's */
 } Variant;
 
 typedef struct {
   const Any *arrays;
   const Variant *variants; /* ascending; the last takes any number of rows */
   int32_t num_arrays;
-  int32_t rows;   /* which of the step's row counts this kernel takes */
-  int32_t shares; /* for each worker; neighbours lie side by side, so they are one worker's */
-  int32_t padding;
+  int32_t rows; /* which of the step's row counts this kernel takes */
 } Launch;
 
 typedef struct {
@@ -150,17 +149,18 @@ static void barrier(Team *team) {
 }
 
 /* The kernel for so many rows; NULL where there is nothing to do, and so nothing to wait for. */
-static Kernel find_kernel(const Launch *launch, int64_t rows) {
+static const Variant *find_variant(const Launch *launch, int64_t rows) {
   if (rows == 0) return NULL;
   const Variant *variant = launch->variants;
   while (rows > variant->max_rows) variant++;
-  return variant->run;
+  return variant->run ? variant : NULL;
 }
 
 /* The worker's own shares, then others'; whether one has failed. */
-static int run_shares(Team *team, const Launch *launch, Kernel run, int64_t rows, int worker) {
+static int run_shares(Team *team, const Launch *launch, const Variant *variant, int64_t rows, int worker) {
   Any args[MAX_ARGS];
-  const int n = launch->num_arrays, shares = team->num_workers > 1 ? launch->shares : 1;
+  const Kernel run = variant->run;
+  const int n = launch->num_arrays, shares = team->num_workers > 1 ? variant->shares : 1;
   memcpy(args, launch->arrays, n * sizeof(Any));
   const int64_t integers[3] = {rows, worker, (int64_t)shares * team->num_workers};
   for (int i = 0; i < 3; i++) {
@@ -188,11 +188,11 @@ static void work(Team *team, int worker) {
     const Launch *launch = &step->launches[i];
     const int64_t rows = step->rows[launch->rows];
     if (step->times_ns && worker == 0) step->times_ns[i] = now_ns();
-    const Kernel run = find_kernel(launch, rows);
-    if (!run) continue;
+    const Variant *variant = find_variant(launch, rows);
+    if (!variant) continue;
     int none = 0;
     message[0] = 0;
-    if (run_shares(team, launch, run, rows, worker) &&
+    if (run_shares(team, launch, variant, rows, worker) &&
         atomic_compare_exchange_strong(&step->failed, &none, i + 1))
       memcpy(step->message, message, MAX_MESSAGE);
     barrier(team);

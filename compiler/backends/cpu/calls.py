@@ -32,11 +32,6 @@ ELEMENT_FLOPS = {
 }
 
 
-# In how many shares for each worker a kernel is dealt out; others in one. More level the work better and
-# cost more calls; a share of these takes microseconds even where a step has one row.
-SHARES = {"linear": 16, "grouped_linear": 16, "attention": 16}
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A node lowered: one kernel per bucket of rows, and arguments that name values, weights, ...
@@ -114,6 +109,7 @@ class KernelMaker:
         flops: int = 0,
         bytes_per_row: int = 0,
         bytes_fixed: int = 0,
+        shares: int = 1,
     ) -> Kernel:
         params = {**params, "arrays": [list(a) for a in arrays]}
         key = kernel_name(template, words, {**params, "L": self.target.lanes})
@@ -126,7 +122,7 @@ class KernelMaker:
             flops_per_row=flops,
             bytes_per_row=bytes_per_row,
             bytes_fixed=bytes_fixed,
-            shares=SHARES.get(template, 1),
+            shares=shares,
         )
 
     def _arguments(self, code: Code) -> tuple[str, ...]:

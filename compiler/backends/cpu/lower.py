@@ -13,6 +13,7 @@ from pagec.compiler.backends.cpu.tiles import (
     KEY_SPLIT,
     KEY_TILE,
     PARTIAL_EXTRA,
+    SHARES,
 )
 from pagec.compiler.backends.kv_sources import KvSources
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, DType, padded_last, row_stride
@@ -274,7 +275,7 @@ class Lowering(SampleLowering):
             f"value:{node.outputs[0]}",
         )
         row_bytes = self.graph.row_bytes(core.inputs[0][1:]) + self.graph.row_bytes(node.outputs[0])
-        kernel = self._kernel("attention", words, params, arrays, bytes_per_row=row_bytes)
+        kernel = self._kernel("attention", words, params, arrays, bytes_per_row=row_bytes, shares=SHARES)
         calls = [Call(node, "tiles", ((0, kernel),), args, tuned=tuned)]
         pieces = FEW_TILES * heads * max_splits
         self.scratch_bytes = max(self.scratch_bytes, 4 * pieces * (dp + PARTIAL_EXTRA))

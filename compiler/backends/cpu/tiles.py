@@ -28,6 +28,12 @@ QUERY_ROWS: Final = 32
 ENOUGH_SUMS: Final = 12
 
 
+# In how many shares for each worker a kernel is dealt out that takes long enough: more level the work better
+# and cost more calls. With a row or two a linear's share begins with a norm.
+SHARES: Final = 16
+SHARES_OF_FEW_ROWS: Final = 2
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
     """Register tile of attention: `rows` x `key_vectors` scores, `rows` x `dim_vectors` outputs."""

@@ -63,7 +63,7 @@ def library(build_library: Callable[[Path, str], None], tmp_path_factory: pytest
 
 
 def call(symbol: str, *tensors: CpuTensor, rows: int = 0, shares: int = 1) -> KernelCall:
-    return KernelCall(symbol, rows, ((0, symbol),), tensors, shares)
+    return KernelCall(symbol, rows, ((0, symbol),), tensors, (shares,))
 
 
 def test_a_kernel_runs_on_device_memory(library: Path) -> None:
