@@ -14,6 +14,8 @@ from support.goldens import Golden
 # Artifacts that several tests share are compiled once, also across runs while the compiler is unchanged.
 CACHE = Path(__file__).parent.parent / "build" / "cache"
 os.environ["PAGEC_CACHE"] = str(CACHE)
+# torch's threads wait by spinning, in each of the test processes: with one the whole suite is faster.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
