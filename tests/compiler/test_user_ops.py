@@ -54,8 +54,8 @@ JINJA = """
 {% block title %}out[M, {{ layouts.x.inner[0] }}] = the greatest of x so far.{% endblock %}
 {% block body %}
 best = T.alloc_buffer((1,), "float32", scope="local")
-first: T.int32 = num_rows * worker // num_workers
-last: T.int32 = num_rows * (worker + 1) // num_workers
+first: T.int32 = num_rows * share // num_shares
+last: T.int32 = num_rows * (share + 1) // num_shares
 for i in range(last - first):
     row: T.int32 = first + i
     best[0] = T.float32("-inf")

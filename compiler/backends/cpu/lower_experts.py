@@ -6,12 +6,7 @@ from typing import Any, Final
 
 from pagec.compiler.backends.cpu.calls import Call
 from pagec.compiler.backends.cpu.lower_linear import LinearLowering
-from pagec.compiler.backends.cpu.tiles import (
-    SHARES,
-    SHARES_OF_FEW_ROWS,
-    linear_buckets,
-    linear_columns,
-)
+from pagec.compiler.backends.cpu.tiles import linear_buckets, linear_columns, linear_shares
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, padded_last, row_stride
 from pagec.compiler.ir import Node, Type
 from pagec.compiler.ops import OPS
@@ -92,7 +87,7 @@ class ExpertLowering(LinearLowering):
                 bytes_per_row=self.graph.row_bytes(node.inputs[0][1:])
                 + self.graph.row_bytes(node.outputs[0]),
                 bytes_fixed=experts * n * k * ITEM_BYTES[dtype],
-                shares=SHARES if rows > 1 else SHARES_OF_FEW_ROWS,
+                shares=linear_shares(rows),
             )
             variants.append((limit, kernel))
         return Call(node, self._rows(node), tuple(variants), tuple(args))

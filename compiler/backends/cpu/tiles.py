@@ -28,10 +28,9 @@ QUERY_ROWS: Final = 32
 ENOUGH_SUMS: Final = 12
 
 
-# In how many shares for each worker a kernel is dealt out that takes long enough: more level the work better
-# and cost more calls. With a row or two a linear's share begins with a norm.
+# In how many shares for each worker attention is dealt out, and linears of more than a row or two: more level
+# the work better and cost more calls.
 SHARES: Final = 16
-SHARES_OF_FEW_ROWS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,12 @@ def linear_buckets(target: CpuTarget, dtype: DType) -> tuple[tuple[int, int], ..
     legal = [rows for rows in (4, 6) if fits(target, rows, vectors, dtype)] or [2]
     most = next((rows for rows in legal if rows * vectors >= ENOUGH_SUMS), legal[-1])
     return (*((rows, rows) for rows in (1, 2) if rows < most), (0, most))
+
+
+def linear_shares(rows: int) -> int:
+    """In how many shares for each worker a linear with a register tile of so many rows is dealt out. With a
+    row or two it takes microseconds, and each share may begin with a norm."""
+    return SHARES if rows > 2 else 2
 
 
 def attention_tiles(target: CpuTarget, head_dim: int, group: int) -> AttentionTiles:
