@@ -47,7 +47,7 @@ class Batch:
     block_tables: tuple[I32, ...]
     tiles: I32
     logit_rows: I32
-    copies: I32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    copies: I32 = field(default_factory=lambda: _NO_COPIES)
     want_logits: bool = False
     sampling: SamplingInputs | None = None
     processors: Processors = field(default_factory=dict)
@@ -217,7 +217,7 @@ def _logit_rows(query_start: I32, counts: I32, draws: I32) -> I32:
 
 
 def _tiles(starts: I32, counts: I32, height: int) -> I32:
-    """Tiles of `height` rows, those with most keys to read first: workers take them in turn."""
+    """Tiles of `height` rows, those with most keys to read first."""
     num_tiles = -(-counts // np.int32(height))
     ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(num_tiles, dtype=np.int32)])
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)

@@ -167,7 +167,8 @@ class Runner(LoadedProgram):
 
     def _call(self, launch: Launch) -> KernelCall:
         try:
-            chosen = [self._kernels[key] for _, key in launch.variants if key]
+            kernels = [(limit, self._kernels[key] if key else None) for limit, key in launch.variants]
+            chosen = [kernel for _, kernel in kernels if kernel]
             if len({kernel.signature for kernel in chosen}) > 1:
                 raise ValueError("its kernels take different arrays")
             pairs = zip(launch.args, chosen[0].signature, strict=True)
@@ -178,7 +179,6 @@ class Runner(LoadedProgram):
                 place="program.json",
                 remedy="compile the model again",
             ) from error
-        kernels = [(limit, self._kernels.get(key)) for limit, key in launch.variants]
         variants = tuple((limit, kernel.symbol if kernel else "") for limit, kernel in kernels)
         shares = tuple(kernel.shares if kernel else 1 for _, kernel in kernels)
         return KernelCall(launch.name, _COUNTS[launch.rows], variants, tensors, shares)

@@ -1,7 +1,8 @@
 """Norms that a linear does itself while rows are few.
 
-A launch costs the wait for all workers. Where a row's norm costs less than that, every worker does it anew,
-into memory of its own, and the launch before the linear is left out. Larger steps share the norm out.
+A launch costs the wait for all workers. Where a row's norm costs less than that, it is done anew for every
+share of the linear, into memory of its own, and the launch before the linear is left out. Larger steps share
+the norm out.
 """
 
 from __future__ import annotations
