@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pagec.compiler.gpu_program import GpuProgram
     from pagec.compiler.launch import LaunchMetadata
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 MANIFEST: Final = "manifest.json"
 WEIGHTS: Final = "weights.safetensors"
 KERNELS: Final = "kernels"

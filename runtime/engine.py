@@ -125,6 +125,8 @@ class Engine:
             wait=self.tiers.wait if self.tiers else lambda: None,
         )
         self._ids = itertools.count()
+        self._high_water = 0
+        self.runner.expect_blocks(0)
 
     @property
     def trace(self) -> Trace:
@@ -279,4 +281,8 @@ class Engine:
         self.close()
 
     def _prepare(self, entries: Sequence[Entry]) -> Batch:
-        return build_batch(entries, self.program, self.scheduler.blocks.take_copies())
+        blocks = self.scheduler.blocks
+        if blocks.high_water > self._high_water:
+            self._high_water = blocks.high_water
+            self.runner.expect_blocks(self._high_water)
+        return build_batch(entries, self.program, blocks.take_copies())

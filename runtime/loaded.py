@@ -59,6 +59,14 @@ class LoadedProgram:
         self.submit(batch)
         return self.collect()
 
+    def expect_blocks(self, end: int) -> None:
+        """Blocks of the pool below `end` have been given out. A device that needs time to make memory ready
+        may do it for the next ones."""
+
+    def settle(self) -> None:
+        """Waits until what expect_blocks began is done, as it is with an engine that was idle for a while
+        (benchmarks)."""
+
     def fill_kv_with_nan(self) -> None:
         """Poisons the whole pool (tests: no result may depend on stale keys and values)."""
         self._device.fill_nan(self.memory.kv)

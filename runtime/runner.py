@@ -29,6 +29,9 @@ _COUNTS: Final[Mapping[RowCount, int]] = {
     "sampled": 6,
 }
 NUM_COUNTS: Final = len(_COUNTS)
+# So much of the pool, beyond what is in use, is made ready before it is needed. Not the whole pool: who
+# serves little would find the machine's memory taken all the same.
+READY_BYTES: Final = 1 << 30
 
 
 class Runner(LoadedProgram):
@@ -88,6 +91,13 @@ class Runner(LoadedProgram):
         """Waits for the oldest step in flight."""
         assert self._done, "no step is in flight"
         return self._done.popleft()
+
+    def expect_blocks(self, end: int) -> None:
+        kv = self.program.kv
+        self._tensors.touch_ahead(self.memory.kv, kv.spans, end * kv.span_bytes + READY_BYTES // kv.spans)
+
+    def settle(self) -> None:
+        self._tensors.settle()
 
     def prepare(self, names: Iterable[str]) -> Prepared:
         """Some of the program's launches as a list of their own; `run` takes tokens, tiles, logit rows,

@@ -1,4 +1,5 @@
-"""Workloads in turns on one engine. In every turn the machine's limits are measured, too.
+"""Workloads in turns on one engine, which has been idle for a moment before each. In every turn the machine's
+limits are measured, too.
 
 Beside each rate stands what the matrix products alone reach: the same linears with the same numbers of rows
 as in the steps just run, and nothing in between (`gemm_only_*`).
@@ -84,6 +85,7 @@ def run_workloads(
 def _turn(engine: Engine, workload: Workload, gemms: Gemms) -> Turn:
     asks = workload.asks(engine.program.vocab)
     recorder = Recorder()
+    engine.runner.settle()
     engine.trace = recorder
     try:
         line = run_asks(engine, asks)

@@ -129,5 +129,13 @@ class TensorDevice(Device, Protocol):
     def tensor(self, memory: Memory, dtype: str) -> Tensor:
         """A flat view of `memory` as kernel argument; `dtype` is an ElementType."""
 
+    def touch_ahead(self, memory: Memory, parts: int, nbytes: int) -> None:
+        """The first `nbytes` of each of the parts of `memory` will be used soon: where the system gives
+        memory only to who touches it, it is touched while the device has nothing else to do. One memory at
+        a time."""
+
+    def settle(self) -> None:
+        """Waits until all that is asked of touch_ahead is done."""
+
     def prepare(self, calls: Sequence[KernelCall]) -> Prepared:
         """A list of calls, resolved; ArtifactError if there is no such kernel."""

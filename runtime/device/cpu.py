@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,13 @@ class CpuDevice:
 
     def allocate(self, nbytes: int, *, parts: int = 1) -> Bytes:
         return aligned_bytes(nbytes, parts=parts)
+
+    def touch_ahead(self, memory: Bytes, parts: int, nbytes: int) -> None:
+        self._team.touch_ahead(memory, parts, nbytes)
+
+    def settle(self) -> None:
+        while self._team.num_untouched():
+            time.sleep(0.001)
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Bytes:
         """Reads with several threads: page faults and copies of one thread leave bandwidth unused. Each reads
@@ -232,7 +240,7 @@ class _Team:
     """The threads that run kernels; they end when nobody holds the team any more."""
 
     def __init__(self, library: ctypes.CDLL, num_workers: int) -> None:
-        self._run = library.pagec_run
+        self._library = library
         self._error = ctypes.create_string_buffer(_MAX_MESSAGE)
         self._handle = library.pagec_team_new(num_workers)
         if not self._handle:
@@ -247,7 +255,7 @@ class _Team:
         """Runs a list of launches (`_LAUNCH`); ArtifactError if one fails."""
         counts = (ctypes.c_int32 * len(rows))(*rows)
         where = launches.ctypes.data
-        failed = self._run(self._handle, where, len(launches), counts, times, self._error)
+        failed = self._library.pagec_run(self._handle, where, len(launches), counts, times, self._error)
         if not failed:
             return
         if failed < 0:
@@ -262,6 +270,16 @@ class _Team:
             place="step",
             remedy="compile the model again",
         )
+
+    def touch_ahead(self, memory: Bytes, parts: int, nbytes: int) -> None:
+        """As Device.touch_ahead: the first `nbytes` of each part."""
+        self._touched = memory  # the threads may still touch it when nobody else has it
+        where = memory.ctypes.data
+        self._library.pagec_touch_ahead(self._handle, where, memory.nbytes // parts, parts, nbytes)
+
+    def num_untouched(self) -> int:
+        """Pages that the threads will still touch."""
+        return int(self._library.pagec_untouched(self._handle))
 
 
 class CpuCalls:
@@ -299,14 +317,17 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         new, free, run = library.pagec_team_new, library.pagec_team_free, library.pagec_run
+        touch, untouched = library.pagec_touch_ahead, library.pagec_untouched
     except (OSError, AttributeError) as error:
         raise ArtifactError(
             f"cannot be loaded: {error}", place=str(path), remedy="compile the model again on this machine"
         ) from error
-    pointer, integer = ctypes.c_void_p, ctypes.c_int32
+    pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     new.argtypes, new.restype = [integer], pointer
     free.argtypes, free.restype = [pointer], None
     run.argtypes, run.restype = [pointer, pointer, integer, pointer, pointer, pointer], integer
+    touch.argtypes, touch.restype = [pointer, pointer, long, long, long], None
+    untouched.argtypes, untouched.restype = [pointer], long
     return library
 
 

@@ -79,6 +79,11 @@ class BlockManager:
         self._asked_tokens = self._hit_tokens = 0
 
     @property
+    def high_water(self) -> int:
+        """One more than the highest block that was ever given out or claimed."""
+        return self._free.runs.high_water
+
+    @property
     def num_free(self) -> int:
         return self._free.num_free
 

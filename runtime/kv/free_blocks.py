@@ -27,6 +27,7 @@ class FreeRuns:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_free = 0
+        self.high_water = 0  # one more than the highest block that was ever taken
         # By the first block of a run: its length; by its last block: its first. 0 elsewhere.
         self._length = [0] * (num_blocks + 1)
         self._first = [0] * (num_blocks + 1)
@@ -63,6 +64,7 @@ class FreeRuns:
         if count < length:
             self._insert(start + count, length - count)
         self.num_free -= count
+        self.high_water = max(self.high_water, start + count)
         return range(start, start + count)
 
     def begins(self, block: int) -> bool:

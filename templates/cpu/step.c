@@ -15,8 +15,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14; elsewhere an error, and pages come when they are touched */
+#endif
 
 typedef struct { /* TVMFFIAny */
   int32_t type;
@@ -63,6 +68,17 @@ typedef struct {
   _Alignas(64) atomic_int begun; /* of a worker's shares of the current kernel, by whomever */
 } Pile;
 
+/* Memory of equal parts, each used from its beginning on. Whoever touches a page first waits until it is there,
+   which takes a fraction of a millisecond for a huge one and several on a virtual machine: members who have
+   nothing else to do see to it before. Under the mutex `sleep`. */
+typedef struct {
+  char *memory;
+  int64_t part_bytes;
+  int64_t num_parts;
+  int64_t wanted; /* pages that shall be there, the first of every part, then the second of every part, ... */
+  int64_t begun;  /* so many are, or soon will be */
+} Ahead;
+
 struct Team {
   Step *step;      /* what is worked on */
   Member *members; /* all but worker 0 */
@@ -76,6 +92,7 @@ struct Team {
   atomic_int sleepers;
   _Alignas(64) atomic_int arrived; /* workers at the barrier */
   _Alignas(64) atomic_int round;   /* barriers that all have reached */
+  Ahead ahead;
 };
 
 enum {
@@ -83,7 +100,8 @@ enum {
   MAX_ARGS = 64,
   MAX_MESSAGE = 512, /* see runtime/device/cpu.py */
   SPINS = 16384, /* a few hundred microseconds */
-  STACK_BYTES = 8 << 20 /* kernels keep their scratch arrays there */
+  STACK_BYTES = 8 << 20, /* kernels keep their scratch arrays there */
+  PAGE_BYTES = 4096      /* the smallest; of a huge page the first touch brings all */
 };
 
 /* Who waits longer than is usual sleeps, and leaves the core to whom he may be waiting for: for the other
@@ -107,20 +125,26 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* While a word is `value`: spins, then yields for `awake_ns`, then sleeps. */
-static void wait_while(Team *team, atomic_int *word, int value, int64_t awake_ns) {
+/* While a word is `value`: spins, then yields for `awake_ns`. Whether it changed. */
+static int changes_soon(atomic_int *word, int value, int64_t awake_ns) {
   for (int spins = 0; spins < SPINS; spins++) {
-    if (atomic_load_explicit(word, memory_order_acquire) != value) return;
+    if (atomic_load_explicit(word, memory_order_acquire) != value) return 1;
     pause_briefly();
   }
   for (const int64_t began = now_ns(); now_ns() - began < awake_ns;) {
-    if (atomic_load_explicit(word, memory_order_acquire) != value) return;
+    if (atomic_load_explicit(word, memory_order_acquire) != value) return 1;
     sched_yield();
   }
+  return 0;
+}
+
+/* Sleeps while a word is `value` and, for who `touches`, all pages are there that shall be. */
+static void sleep_while(Team *team, atomic_int *word, int value, int touches) {
   /* Either who changes the word sees a sleeper, or the sleeper sees the change: both write first, then read. */
   pthread_mutex_lock(&team->sleep);
   atomic_fetch_add(&team->sleepers, 1);
-  while (atomic_load(word) == value) pthread_cond_wait(&team->wake, &team->sleep);
+  while (atomic_load(word) == value && !(touches && team->ahead.begun < team->ahead.wanted))
+    pthread_cond_wait(&team->wake, &team->sleep);
   atomic_fetch_sub(&team->sleepers, 1);
   pthread_mutex_unlock(&team->sleep);
 }
@@ -134,6 +158,35 @@ static void advance(Team *team, atomic_int *word) {
   pthread_mutex_unlock(&team->sleep);
 }
 
+/* The next page that shall be there; NULL if none is missing. */
+static char *next_page(Team *team) {
+  Ahead *ahead = &team->ahead;
+  char *page = NULL;
+  pthread_mutex_lock(&team->sleep);
+  if (ahead->begun < ahead->wanted) {
+    const int64_t part = ahead->begun % ahead->num_parts, number = ahead->begun / ahead->num_parts;
+    page = ahead->memory + part * ahead->part_bytes + number * PAGE_BYTES;
+    page -= (uintptr_t)page % PAGE_BYTES;
+    ahead->begun++;
+  }
+  pthread_mutex_unlock(&team->sleep);
+  return page;
+}
+
+/* Pages, one after the other, until the next step is posted. */
+static void touch_ahead(Team *team, int seen) {
+  while (atomic_load_explicit(&team->posted, memory_order_acquire) == seen) {
+    char *page = next_page(team);
+    if (!page) return;
+    /* Writes nothing, so it disturbs nobody, and of memory that is no more it says so. */
+    if (madvise(page, PAGE_BYTES, MADV_POPULATE_WRITE)) {
+      pthread_mutex_lock(&team->sleep);
+      team->ahead.begun = team->ahead.wanted;
+      pthread_mutex_unlock(&team->sleep);
+    }
+  }
+}
+
 /* Waits until all workers are here. The last to arrive opens the next round, in which no share has begun. */
 static void barrier(Team *team) {
   if (team->num_workers == 1) return;
@@ -144,7 +197,7 @@ static void barrier(Team *team) {
       atomic_store_explicit(&team->piles[i].begun, 0, memory_order_relaxed);
     advance(team, &team->round);
   } else {
-    wait_while(team, &team->round, round, BARRIER_AWAKE_NS);
+    if (!changes_soon(&team->round, round, BARRIER_AWAKE_NS)) sleep_while(team, &team->round, round, 0);
   }
 }
 
@@ -208,7 +261,10 @@ static void *follow(void *data) {
   const Member *member = data;
   Team *team = member->team;
   for (int seen = 0;; seen++) {
-    wait_while(team, &team->posted, seen, STEP_AWAKE_NS);
+    while (!changes_soon(&team->posted, seen, STEP_AWAKE_NS)) {
+      touch_ahead(team, seen);
+      sleep_while(team, &team->posted, seen, 1);
+    }
     if (!team->step) return NULL;
     work(team, member->worker);
   }
@@ -274,6 +330,29 @@ int pagec_run(Team *team, const Launch *launches, int32_t num_launches, const in
   work(team, 0);
   pthread_mutex_unlock(&team->turn);
   return atomic_load(&step.failed);
+}
+
+/* Members who have nothing to do make the first `wanted_bytes` of every part of some memory ready. Only for one
+   memory at a time; it must live as long as the team, or until this is called for another. */
+void pagec_touch_ahead(Team *team, char *memory, int64_t part_bytes, int64_t num_parts, int64_t wanted_bytes) {
+  Ahead *ahead = &team->ahead;
+  if (team->process != getpid()) return;
+  pthread_mutex_lock(&team->sleep);
+  if (ahead->memory != memory || ahead->part_bytes != part_bytes || ahead->num_parts != num_parts)
+    *ahead = (Ahead){.memory = memory, .part_bytes = part_bytes, .num_parts = num_parts};
+  if (wanted_bytes > part_bytes) wanted_bytes = part_bytes;
+  ahead->wanted = (wanted_bytes + PAGE_BYTES - 1) / PAGE_BYTES * num_parts;
+  pthread_cond_broadcast(&team->wake);
+  pthread_mutex_unlock(&team->sleep);
+}
+
+/* Pages that are still to be made ready; 0 where nobody would do it. */
+int64_t pagec_untouched(Team *team) {
+  if (team->process != getpid() || team->num_workers == 1) return 0;
+  pthread_mutex_lock(&team->sleep);
+  const int64_t left = team->ahead.wanted - team->ahead.begun;
+  pthread_mutex_unlock(&team->sleep);
+  return left > 0 ? left : 0;
 }
 
 /* What kernels call before they return an error. Hidden, so that theirs is this one even where TVM is loaded. */

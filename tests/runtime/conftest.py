@@ -122,18 +122,26 @@ class FakeCalls:
 
 
 class FakeDevice:
-    """Numpy as a device. `calls` records (symbol, num_rows, num_workers)."""
+    """Numpy as a device. `calls` records (symbol, num_rows, num_workers), `touched` what is to be ready."""
 
     num_workers = 2
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
         self.tensors: list[tuple[int, str]] = []
+        self.touched: list[int] = []
         self.break_token: int | None = None
         self.free = 1 << 30
 
     def allocate(self, nbytes: int, *, parts: int = 1) -> Any:  # noqa: ARG002
         return np.zeros(nbytes, np.uint8)
+
+    def touch_ahead(self, memory: Any, parts: int, nbytes: int) -> None:
+        assert memory.nbytes % parts == 0
+        self.touched.append(nbytes)
+
+    def settle(self) -> None:
+        pass
 
     def read_file(self, path: Path, offset: int, nbytes: int) -> Any:
         return np.fromfile(path, np.uint8, nbytes, offset=offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pagec.compiler.artifact import Artifact
 from pagec.compiler.errors import CapacityError, RequestError
 from pagec.runtime.engine import Engine
+from pagec.runtime.runner import READY_BYTES
 from pagec.runtime.sampling.params import SamplingParams
 from pagec.runtime.sequence import Changes, Fork, Request
 
@@ -59,6 +61,23 @@ def test_a_crowd_answers_as_each_one_alone(
         assert request.output == toy_answer(prompt, count)
         assert request.finish_reason == "length"
     assert (sum(request.num_preemptions for request, _, _ in asked) > 0) == tight
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_the_pool_is_made_ready_before_it_is_used(toy: Toy, device: Any, num_groups: int) -> None:
+    """Each step finds what it writes announced, and READY_BYTES more."""
+    engine = make(toy(num_groups=num_groups), device, num_blocks=200, eos_token_ids=())
+    kv = engine.program.kv
+    ahead = READY_BYTES // kv.spans
+    assert device.touched == [ahead]
+    for length in (70, 3, 40, 100):
+        engine.add_request([5] * length, 20)
+    for _ in engine.stream():
+        tables = [t for r in engine.scheduler.running for s in r.sequences for t in s.block_tables]
+        used = [block for table in tables for block in table]
+        assert device.touched[-1] >= (max(used, default=0) + 1) * kv.span_bytes + ahead
+    assert 2 < len(device.touched) == len(set(device.touched))
+    assert device.touched == sorted(device.touched)
 
 
 def test_an_end_token_stops_unless_ignored(toy: Toy, device: object, toy_answer: Answer) -> None:
