@@ -159,20 +159,16 @@ class _Slots:
     free: list[int] = field(default_factory=list)
 
     def take(self, rows: str, size: int) -> int:
-        """A free slot of these rows: the least that is large enough, or the largest, grown, or a new one."""
-        fits = [s for s in self.free if self.slots[s].rows == rows]
-        enough = [s for s in fits if self.slots[s].bytes_per_row >= size]
-        if enough:
-            best = min(enough, key=lambda s: self.slots[s].bytes_per_row)
-        elif fits:
-            best = max(fits, key=lambda s: self.slots[s].bytes_per_row)
-            self.slots[best] = Slot(self.slots[best].rows, size)
-        else:
-            assert rows in ("T", "S", "R")
-            self.slots.append(Slot(rows, size))  # type: ignore[arg-type]
-            return len(self.slots) - 1
-        self.free.remove(best)
-        return best
+        """A free slot of such rows, or a new one. Not one of longer rows: a row would lie where others were,
+        which another worker has in its cache."""
+        assert rows in ("T", "S", "R")
+        wanted = Slot(rows, size)  # type: ignore[arg-type]
+        for slot in self.free:
+            if self.slots[slot] == wanted:
+                self.free.remove(slot)
+                return slot
+        self.slots.append(wanted)
+        return len(self.slots) - 1
 
 
 # Values that a launch, or a node's launches, read and make.

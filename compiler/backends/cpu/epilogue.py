@@ -8,6 +8,8 @@ terms of `acc` (the tile's sums), of other rows and of vectors.
 from __future__ import annotations
 
 from pagec.compiler.backends.cpu.rowwise import Region
+from pagec.compiler.backends.cpu.tiles import LINE
+from pagec.compiler.dims import WORD_ELEMENTS, row_stride
 from pagec.compiler.ir import Graph, Node
 
 # The row that a register tile's row m stands for; rows past the last repeat it.
@@ -25,6 +27,8 @@ class Epilogue(Region):
         self.columns = nt // self.parts
         self.nt, self.bias = nt, bias
         self.slices = {n.outputs[0]: n for n in slices}
+        # Where the rows lie that it reads beside the sums (line_of).
+        self.read: list[str] = []
 
     def value(self) -> str:
         """The whole epilogue: vector j of row m of the last value, at column {c}."""
@@ -47,8 +51,15 @@ class Epilogue(Region):
             assert isinstance(start, int)
             return self._sum(start)
         base, row, offset = self._place(name)
+        t = self.graph.type(base)
         at = ROW if row == "row" else f"{self.code.gathers}[{ROW}]"
-        return self._load(f"value:{base}", self.graph.type(base), f"({at})", offset)
+        value = self._load(f"value:{base}", t, f"({at})", offset)
+        if row == "row":
+            array = self.array_of[f"value:{base}"]
+            self.read.append(
+                line_of(array, row_stride(t.inner), offset, self.columns, WORD_ELEMENTS[t.dtype])
+            )
+        return value
 
     def _sum(self, part: int) -> str:
         at = f"{part * self.columns} + j * {self.lanes}"
@@ -56,6 +67,12 @@ class Epilogue(Region):
         if not self.bias:
             return total
         return f"({total} + bias[T.ramp(n * {self.nt} + {at}, 1, {self.lanes})])"
+
+
+def line_of(array: str, stride: int, offset: int, columns: int, unit: int) -> str:
+    """Line j of what row m of a tile of so many columns has in an array; all but `unit` in elements."""
+    start = f" + {offset // unit}" if offset else ""
+    return f"{array}[({ROW}) * {stride // unit}{start} + n * {columns // unit} + j * {LINE}]"
 
 
 def plain_value(lanes: int, nt: int, bias: bool) -> str:

@@ -14,6 +14,7 @@ from typing import Final
 
 from pagec.compiler.backends.cpu.tiles import (
     KEY_TILE,
+    LINE,
     AttentionTiles,
     attention_tiles,
     fits,
@@ -27,8 +28,6 @@ from pagec.compiler.target import CpuTarget
 
 KNOBS: Final[Mapping[str, tuple[str, ...]]] = {"linear": ("MB",), "attention": ("RM", "KV", "OV")}
 MOST_ROWS: Final = 8
-# Words that a cache line and a block of keys hold: vectors come in whole ones.
-LINE: Final = 16
 Point = Mapping[str, int]
 # Up to how many rows (0: any), and the rows of the register tile.
 Bucket = tuple[int, int]
@@ -52,7 +51,7 @@ def attention_points(target: CpuTarget, head_dim: int) -> list[Point]:
 
 
 def _vectors(whole: int, target: CpuTarget) -> list[int]:
-    """Numbers of vectors that divide so many, in whole lines."""
+    """Numbers of vectors that divide so many, in whole lines (of memory, and blocks of keys)."""
     return [n for n in range(1, whole + 1) if whole % n == 0 and n * target.lanes % LINE == 0]
 
 

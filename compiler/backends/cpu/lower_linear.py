@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from pagec.compiler.backends.cpu.calls import ELEMENT_FLOPS, Call, KernelMaker
-from pagec.compiler.backends.cpu.epilogue import Epilogue, plain_value, store_line
+from pagec.compiler.backends.cpu.epilogue import Epilogue, line_of, plain_value, store_line
 from pagec.compiler.backends.cpu.prologue import Prologue
-from pagec.compiler.backends.cpu.tiles import linear_shares
+from pagec.compiler.backends.cpu.tiles import BLOCK_ROWS, LINE, linear_shares
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, row_stride
 from pagec.compiler.ir import Node
 from pagec.compiler.packer import Layout
@@ -40,6 +40,10 @@ class LinearLowering(KernelMaker):
         parts.params["store"] = store_line(
             parts.value, row_stride(out.inner), unit, columns, self.target.lanes
         )
+        parts.params |= {
+            "written": line_of("out", row_stride(out.inner), 0, columns, unit),
+            "lines": -(-columns // unit // LINE),
+        }
         parts.arrays.append(("out", "int32" if unit == 2 else "float32"))
         parts.args.append(f"value:{name}")
         return self._finish(node, parts, "logits" if name == self.logits else self._rows(node))
@@ -77,9 +81,10 @@ class LinearLowering(KernelMaker):
         arrays, args = [("x", "int32"), ("w", "int32")], [f"value:{linear.inputs[0][1:]}", ""]
         value, parts, ops, layout = plain_value(self.target.lanes, nt, bias), 1, list[str](), Layout(y.inner)
         extra: tuple[list[tuple[str, str]], tuple[str, ...]] = ([], ())
+        read = list[str]()
         if node.body:
             epilogue = Epilogue(node, self.graph, self.target.lanes, nt, bias)
-            value, parts = epilogue.value(), epilogue.parts
+            value, parts, read = epilogue.value(), epilogue.parts, epilogue.read
             extra = epilogue.code.arrays, self._arguments(epilogue.code)
             ops = [n.op for n in node.body if n.op not in ("linear", "slice", "take_rows")]
             if parts > 1:
@@ -102,6 +107,9 @@ class LinearLowering(KernelMaker):
             "store": "",
             "greatest": "",
             "tiles": 0,
+            "read": read,
+            "written": "",
+            "lines": 0,
         }
         cost = {
             "flops": 2 * n * k + prod(out.inner) * sum(ELEMENT_FLOPS.get(op, 1) for op in ops),
@@ -128,7 +136,7 @@ class LinearLowering(KernelMaker):
         for limit, num_rows in buckets:
             itself = code if 0 < limit <= normed else None
             words = f"{sizes}{'_norm' if itself else ''}{parts.suffix}_m{num_rows}"
-            params = {**p, "MB": num_rows, "before": itself}
+            params = {**p, "MB": num_rows, "before": itself, "block_rows": BLOCK_ROWS}
             shares = linear_shares(num_rows)
             kernel = self._kernel("linear", words, params, parts.arrays, shares=shares, **parts.cost)
             variants.append((limit, kernel))

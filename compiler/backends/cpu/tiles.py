@@ -33,6 +33,12 @@ ENOUGH_SUMS: Final = 12
 SHARES: Final = 16
 
 
+# Words that a cache line and a block of keys hold.
+LINE: Final = 16
+# Rows that a linear takes at once, if there are more: enough for a panel of weights that comes from memory.
+BLOCK_ROWS: Final = 256
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
     """Register tile of attention: `rows` x `key_vectors` scores, `rows` x `dim_vectors` outputs."""
