@@ -54,6 +54,22 @@ def test_linear(target: str, dtype: DType, n: int, k: int, bias: bool, seed: int
         assert kernels.run({"x": x[:rows]})["y"].tobytes() == y[:rows].tobytes()
 
 
+@targets
+@dtypes
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_linear_of_any_number_of_rows(target: str, dtype: DType, threads: int) -> None:
+    """Tiles of two sizes, and blocks of rows: each row's bits are those it has alone."""
+    rng = np.random.default_rng(threads)
+    x = rounded(rng.standard_normal((1030, 70)), dtype)
+    w = rounded(rng.standard_normal((130, 70)), dtype)
+    inputs = {"x": Type("T", (70,), dtype), "w": Type(None, (130, 70), dtype)}
+    graph = one_node_graph("linear", inputs, {"y": Type("T", (130,), "f32")})
+    kernels = KernelRun(graph, {"w": w}, target=target, threads=threads)
+    alone = np.concatenate([kernels.run({"x": x[row : row + 1]})["y"] for row in range(len(x))])
+    for rows in (*range(2, 34), 255, 256, 257, 263, 511, 512, 513, 515, 767, 768, 770, 1023, 1024, 1030):
+        assert kernels.run({"x": x[:rows]})["y"].tobytes() == alone[:rows].tobytes(), rows
+
+
 def test_a_linear_of_heads_reads_and_writes_padded_heads() -> None:
     """Heads of 20 lie 32 apart; the weight's rows and columns follow."""
     rng = np.random.default_rng(0)
@@ -434,7 +450,7 @@ def test_the_argmax_of_a_linear_is_the_same_without_its_results(
         kernels = KernelRun(graph, {"w": w, "b": np.full(width, bias)}, target=target)
         every = kernels.calls
         assert [call.rows for call in every] == ["logits", "logits", "greedy", "greedy"]
-        for count in (1, 2, 9):
+        for count in (1, 2, 3, 5, 9):
             kernels.calls = every[:2]
             expected = kernels.run({"h": h[:count]})
             assert (expected["i"] == expected[name].argmax(-1)).all()
