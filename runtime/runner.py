@@ -167,6 +167,8 @@ class Runner(LoadedProgram):
 
     def _known(self, tokens: I32) -> I32:
         """The tokens, with what the step before chose in place of -1 - row."""
+        if not self._done:  # so all that was chosen is known
+            return tokens
         rows = np.flatnonzero(tokens < 0)
         if not len(rows):
             return tokens

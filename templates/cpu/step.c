@@ -213,7 +213,9 @@ static const Variant *find_variant(const Launch *launch, int64_t rows) {
 static int run_shares(Team *team, const Launch *launch, const Variant *variant, int64_t rows, int worker) {
   Any args[MAX_ARGS];
   const Kernel run = variant->run;
-  const int n = launch->num_arrays, shares = team->num_workers > 1 ? variant->shares : 1;
+  const int n = launch->num_arrays;
+  /* Of few rows there is so little to do that looking for more takes longer. */
+  const int shares = team->num_workers == 1 ? 1 : 2 * rows < variant->shares ? 2 * rows : variant->shares;
   memcpy(args, launch->arrays, n * sizeof(Any));
   const int64_t integers[3] = {rows, worker, (int64_t)shares * team->num_workers};
   for (int i = 0; i < 3; i++) {

@@ -100,8 +100,17 @@ def test_each_share_is_done_once(library: Path, threads: int, shares: int) -> No
     device = CpuDevice(library, threads=threads)
     memory = device.allocate(64 * threads * shares)
     x = device.tensor(memory, "int32")
-    device.prepare([call("count", x, shares=shares)] * 100).run(1)
+    device.prepare([call("count", x, shares=shares)] * 100).run(8)
     assert device.download(memory, np.int32)[::16].tolist() == [100] * (threads * shares)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_few_rows_are_not_cut_into_many_shares(library: Path, rows: int) -> None:
+    device = CpuDevice(library, threads=2)
+    memory = device.allocate(64 * 32)
+    x = device.tensor(memory, "int32")
+    device.prepare([call("count", x, shares=16)]).run(rows)
+    assert device.download(memory, np.int32)[::16].tolist() == [1] * (4 * rows) + [0] * (32 - 4 * rows)
 
 
 def test_one_worker_does_all_at_once(library: Path) -> None:
@@ -118,7 +127,7 @@ def test_who_is_done_takes_what_others_have_not_begun(library: Path, threads: in
     device = CpuDevice(library, threads=threads)
     memory = device.allocate(64 * 4 * threads)
     x = device.tensor(memory, "int32")
-    device.prepare([call("wait", x, shares=4), call("count", x, shares=4)]).run(1)
+    device.prepare([call("wait", x, shares=4), call("count", x, shares=4)]).run(2)
     assert device.download(memory, np.int32)[::16].tolist() == [2] * (4 * threads)
 
 
@@ -129,8 +138,8 @@ def test_a_share_that_fails_stops_the_list(library: Path) -> None:
     x = device.tensor(memory, "int32")
     for _ in range(50):
         with pytest.raises(ArtifactError, match="kernel of fail refused to run"):
-            device.prepare([call("fail", x, shares=4), call("count", x)]).run(1)
-    device.prepare([call("count", x, shares=4)]).run(1)
+            device.prepare([call("fail", x, shares=4), call("count", x)]).run(2)
+    device.prepare([call("count", x, shares=4)]).run(2)
     assert device.download(memory, np.int32)[::16].tolist() == [1] * 8
 
 
