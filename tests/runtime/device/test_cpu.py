@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,47 +16,7 @@ from hypothesis import strategies as st
 
 from pagec.compiler.errors import ArtifactError, CapacityError
 from pagec.runtime.device import KernelCall, copy_runs
-from pagec.runtime.device.cpu import HUGE_PAGE, CpuDevice, CpuTensor, aligned_bytes, default_threads
-
-# kernel add(x: int32[], num_rows, share, num_shares): share 0 adds num_shares to x[i] for i < num_rows;
-# kernel fail refuses in the last share, and says why as TVM's do; kernel count adds 1 to x[16 * share];
-# kernel wait does the same, but share 0 waits until all others are done
-KERNEL = r"""
-#include <sched.h>
-#include <tvm/ffi/c_api.h>
-int __tvm_ffi_add(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
-  DLTensor* x = (DLTensor*)args[0].v_ptr;
-  if (args[2].v_int64 == 0)
-    for (int64_t i = 0; i < args[1].v_int64; ++i) ((int32_t*)x->data)[i] += (int32_t)args[3].v_int64;
-  return 0;
-}
-int __tvm_ffi_fail(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
-  const char* parts[] = {"x is", " no good"};
-  if (args[2].v_int64 < args[3].v_int64 - 1) return 0;
-  TVMFFIErrorSetRaisedFromCStrParts("ValueError", parts, 2);
-  return -1;
-}
-int __tvm_ffi_count(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
-  ((int32_t*)((DLTensor*)args[0].v_ptr)->data)[16 * args[2].v_int64] += 1;
-  return 0;
-}
-int __tvm_ffi_wait(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
-  _Atomic int32_t* x = (_Atomic int32_t*)((DLTensor*)args[0].v_ptr)->data;
-  if (args[2].v_int64 == 0)
-    for (int64_t i = 1; i < args[3].v_int64; ++i)
-      while (!x[16 * i]) sched_yield();
-  x[16 * args[2].v_int64] += 1;
-  return 0;
-}
-"""
-
-
-@pytest.fixture(scope="session")
-def library(build_library: Callable[[Path, str], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory like an artifact's, with one kernel made by the C compiler."""
-    path = tmp_path_factory.mktemp("library")
-    build_library(path, KERNEL)
-    return path
+from pagec.runtime.device.cpu import CpuDevice, CpuTensor, aligned_bytes, default_threads
 
 
 def call(symbol: str, *tensors: CpuTensor, rows: int = 0, shares: int = 1) -> KernelCall:
@@ -196,85 +153,6 @@ def test_parts_begin_on_small_pages() -> None:
         assert "nh" in flags(start)
         assert "nh" in flags(start + (1 << 20))
         assert "hg" in flags(start + (3 << 20))
-
-
-def resident_pages(memory: np.ndarray) -> np.ndarray:
-    """Which pages of memory that begins with one are there (mincore)."""
-    found = np.zeros(-(-memory.nbytes // mmap.PAGESIZE), np.uint8)
-    where = ctypes.c_void_p(memory.ctypes.data)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(where, ctypes.c_size_t(memory.nbytes), found.ctypes.data_as(ctypes.c_void_p)):
-        raise OSError(ctypes.get_errno(), "mincore")
-    return found & 1
-
-
-def test_idle_threads_touch_what_will_be_used(library: Path) -> None:
-    """The beginning of every part, and more when more is asked for; what lies there stays."""
-    device = CpuDevice(library, threads=3)
-    parts, part = 3, 12 << 20
-    memory = device.allocate(parts * part, parts=parts)
-    memory[::part] = 7
-    for asked, there in ((1, 4 << 10), (1 << 20, 1 << 20), (5 << 20, 5 << 20), (100 << 20, part)):
-        device.touch_ahead(memory, parts, asked)
-        device.settle()
-        pages = resident_pages(memory).reshape(parts, -1)
-        assert pages[:, : there // mmap.PAGESIZE].all(), asked
-        # A huge page comes whole.
-        assert not pages[:, (there + HUGE_PAGE) // mmap.PAGESIZE :].any(), asked
-    assert memory[::part].tolist() == [7] * parts
-    assert np.count_nonzero(memory) == parts
-
-
-def test_steps_come_before_touching(library: Path) -> None:
-    """A step that comes while pages are touched runs, and so do all after it; then the rest is touched."""
-    device = CpuDevice(library, threads=2)
-    memory, counts = device.allocate(256 << 20), device.allocate(128)
-    calls = device.prepare([call("count", device.tensor(counts, "int32"))])
-    for number in range(30):
-        device.touch_ahead(memory, 1, (number + 1) << 23)
-        time.sleep(0.003)  # a worker who waits so long begins to touch
-        for _ in range(10):
-            calls.run(1)
-    assert device.download(counts, np.int32)[::16].tolist() == [300, 300]
-    device.settle()
-    assert resident_pages(memory)[: (30 << 23) // mmap.PAGESIZE].all()
-
-
-def test_touching_ends_with_the_team_or_for_other_memory(library: Path) -> None:
-    """Also where the memory is gone, and in a process that has none of the threads."""
-    code = f"""
-import gc, os
-from pathlib import Path
-from pagec.runtime.device.cpu import CpuDevice
-device = CpuDevice(Path({str(library)!r}), threads=2)
-for _ in range(5):
-    device.touch_ahead(device.allocate(1 << 30), 1, 1 << 30)
-device.touch_ahead(device.allocate(1 << 12), 1, 1 << 12)
-device.settle()
-device.touch_ahead(device.allocate(1 << 30), 1, 1 << 30)
-child = os.fork()
-if not child:
-    device.settle()
-    device.touch_ahead(device.allocate(1 << 12), 1, 1 << 12)
-    device.settle()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-del device
-gc.collect()
-while len(os.listdir("/proc/self/task")) > 1: pass  # the system counts a joined thread for a moment
-device = CpuDevice(Path({str(library)!r}), threads=2)
-device.touch_ahead(device.allocate(1 << 30), 1, 1 << 30)
-# The interpreter ends meanwhile.
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
-
-
-def test_nobody_waits_for_one_worker_to_touch(library: Path) -> None:
-    device = CpuDevice(library, threads=1)
-    memory = device.allocate(64 << 20)
-    device.touch_ahead(memory, 1, 64 << 20)
-    device.settle()
-    assert not resident_pages(memory).any()
 
 
 def test_a_misaligned_tensor_is_refused(library: Path) -> None:
