@@ -1,7 +1,7 @@
 """The plan: a fused graph lowered, its values given room in the workspace, as a Program.
 
-Buffers are planned by liveness: a value's slot is free again after its last reader. Values that the head
-reads live until the step ends, for the head runs several times.
+Buffers are planned by liveness: a value's slot is free again after its last reader, for values with rows of
+the same length. Values that the head reads live until the step ends, for the head runs several times.
 """
 
 from __future__ import annotations
