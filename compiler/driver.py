@@ -352,7 +352,12 @@ def _write_kernels(
     numerics = {
         "linear": "one float32 sum per element, K ascending"
         + (", in pairs (vdpbf16ps)" if dtype == "bf16" and target.bf16_dot else ""),
-        "attention": {"key_tile": KEY_TILE, "key_split": KEY_SPLIT},
+        # The degree: of the polynomial for the probabilities (pagec_exp2_negative in vector.ll.jinja).
+        "attention": {
+            "key_tile": KEY_TILE,
+            "key_split": KEY_SPLIT,
+            "exp2_degree": 3 if plan.program.kv.dtype == "bf16" else 5,
+        },
     }
     return plan.program, numerics, plan.tuned
 

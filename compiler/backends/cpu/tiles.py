@@ -31,8 +31,6 @@ ENOUGH_SUMS: Final = 12
 # In how many shares for each worker attention is dealt out, and linears of more than a row or two: more level
 # the work better and cost more calls.
 SHARES: Final = 16
-
-
 # Words that a cache line and a block of keys hold.
 LINE: Final = 16
 # Rows that a linear takes at once, if there are more: enough for a panel of weights that comes from memory.

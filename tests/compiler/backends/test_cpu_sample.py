@@ -134,7 +134,7 @@ def test_each_token_lies_where_its_uniform_number_points(target: str, vocab: int
         sums, u = exact.cumsum(), uniform(words.words.tolist())
         assert exact[token] > 0
         if not asked.is_greedy:
-            # A weight has the error of exp, 2.5e-7, and that of its argument, 2^-24 of at most 50.
+            # A weight has the error of exp, 2e-7, and that of its argument, 2^-24 of at most 50.
             assert sums[token] - exact[token] - 1e-5 <= u <= sums[token] + 1e-5
         x = row.astype(np.float64)
         expected = x[token] - x.max() - np.log(np.exp(x - x.max()).sum())
