@@ -272,7 +272,7 @@ class _Team:
         )
 
     def touch_ahead(self, memory: Bytes, parts: int, nbytes: int) -> None:
-        """As Device.touch_ahead: the first `nbytes` of each part."""
+        """As TensorDevice.touch_ahead."""
         self._touched = memory  # the threads may still touch it when nobody else has it
         where = memory.ctypes.data
         self._library.pagec_touch_ahead(self._handle, where, memory.nbytes // parts, parts, nbytes)
