@@ -68,7 +68,19 @@ def test_several_streams_share_batches(llm: LLM) -> None:
         return outputs
 
     async def main() -> None:
-        await asyncio.gather(*(collect(llm, prompt, GREEDY, delta=True) for prompt in PROMPTS))
+        holds, may_step = threading.Event(), threading.Event()
+
+        def hold() -> None:  # or the first stream might be through before the last has come
+            holds.set()
+            may_step.wait()
+
+        llm._thread.call(hold)
+        holds.wait()
+        streams = [asyncio.create_task(collect(llm, prompt, GREEDY, delta=True)) for prompt in PROMPTS]
+        while llm._thread._calls.qsize() < len(streams):
+            await asyncio.sleep(0.001)
+        may_step.set()
+        await asyncio.gather(*streams)
 
     llm.engine.loop.step = counting  # type: ignore[method-assign]
     try:
