@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,9 +29,25 @@ _COUNTS: Final[Mapping[RowCount, int]] = {
     "sampled": 6,
 }
 NUM_COUNTS: Final = len(_COUNTS)
+_NO_ROWS: Final = (0,) * NUM_COUNTS
 # So much of the pool, beyond what is in use, is made ready before it is needed. Not the whole pool: who
 # serves little would find the machine's memory taken all the same.
 READY_BYTES: Final = 1 << 30
+
+
+def _joined(parts: Sequence[StepOutput]) -> StepOutput:
+    """One output of a step's parts, which have the same kinds of results."""
+
+    def joined(arrays: Iterable[Any]) -> Any:
+        found = [array for array in arrays if array is not None]
+        return np.concatenate(found) if found else None
+
+    return StepOutput(
+        joined(part.tokens for part in parts),
+        joined(part.logits for part in parts),
+        joined(part.logprobs for part in parts),
+        {row: error for part in parts for row, error in part.errors.items()},
+    )
 
 
 class Runner(LoadedProgram):
@@ -61,11 +77,11 @@ class Runner(LoadedProgram):
         super().__init__(program, device, memory, num_blocks)
         calls = {launch.name: self._call(launch) for launch in (*program.body, *program.head)}
         self._calls = calls
-        self.body = self.prepare(launch.name for launch in program.body)
-        self.head = self.prepare(launch.name for launch in program.head)
-        # The same in two parts: on the logits between them the host may work.
+        names = [launch.name for launch in (*program.body, *program.head)]
         draws = [launch.name for launch in program.head if launch.rows == "sampled"]
-        self._to_logits = self.prepare(launch.name for launch in program.head if launch.name not in draws)
+        self._step = self.prepare(names)
+        # The same in two parts: on the logits between them the host may work.
+        self._to_logits = self.prepare(name for name in names if name not in draws)
         self._from_logits = self.prepare(draws)
         self._done: deque[StepOutput] = deque()
         self._previous: I32 = np.zeros(0, np.int32)  # the tokens that the last submitted step chose
@@ -79,11 +95,15 @@ class Runner(LoadedProgram):
         self.trace.batch(batch)
         with self.trace.span("upload"):
             self.upload(batch)
-        with self.trace.span("body"):
-            tiles = len(batch.tiles)
-            merges = self.program.merges(tiles, max(batch.seq_lens))
-            self._launch(self.body, self.program.body, (batch.num_tokens, tiles, 0, merges, 0, 0, 0))
-        output = self._run_head(batch)
+        tiles = len(batch.tiles)
+        merges = self.program.merges(tiles, max(batch.seq_lens))
+        counts = (batch.num_tokens, tiles, 0, merges, 0, 0, 0)
+        # The head takes R logit rows at a time, the first ones in one call with the body: between two calls
+        # the team waits.
+        R = self.program.capacity.R
+        parts = [self._run("body", batch, 0, counts)]
+        parts += [self._run("head", batch, at, _NO_ROWS) for at in range(R, len(batch.logit_rows), R)]
+        output = parts[0] if len(parts) == 1 else _joined(parts)
         self._previous = output.tokens
         self._done.append(output)
 
@@ -113,46 +133,6 @@ class Runner(LoadedProgram):
         kinds = (num_rows, 0) if want_logits or sampled else (0, num_rows)
         return (0, 0, num_rows, 0, *kinds, num_rows if sampled else 0)
 
-    def _launch(self, calls: Prepared, launches: Sequence[Launch], rows: tuple[int, ...]) -> None:
-        if self.trace.kernels:
-            counts = [rows[_COUNTS[launch.rows]] for launch in launches]
-            ran = [(one.name, one.key_for(n), n) for one, n in zip(launches, counts, strict=True)]
-            self.trace.launches(ran, calls.time_us(*rows))
-        else:
-            calls.run(*rows)
-
-    def _run_head(self, batch: Batch) -> StepOutput:
-        """The head over the logit rows, R at a time."""
-        tokens, logits, logprobs = [], [], []
-        errors: dict[int, Exception] = {}
-        sampled = batch.sampling is not None
-        for start in range(0, len(batch.logit_rows), self.program.capacity.R):
-            rows = batch.logit_rows[start : start + self.program.capacity.R]
-            self.trace.head(len(rows))
-            with self.trace.span("head"):
-                self.upload_logit_rows(rows)
-                if batch.sampling is not None:
-                    self.upload_sampling(batch.sampling.chunk(start, start + len(rows)))
-                counts = self.head_counts(len(rows), batch.want_logits, sampled)
-                if batch.processors:
-                    self._to_logits.run(*counts)
-                    original, found = self._process(batch.processors, start, len(rows))
-                    errors |= found
-                    self._from_logits.run(*counts)
-                    logits += [original] if batch.want_logits else []
-                else:
-                    self._launch(self.head, self.program.head, counts)
-                    logits += [self._read("logits", len(rows))] if batch.want_logits else []
-            tokens.append(self._read("sampling.token" if sampled else "argmax", len(rows)))
-            if sampled:
-                logprobs.append(self._read("sampling.logprob", len(rows)))
-        return StepOutput(
-            np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-            np.concatenate(logits) if logits else None,
-            np.concatenate(logprobs) if logprobs else None,
-            errors,
-        )
-
     def upload(self, batch: Batch) -> None:
         """Puts a batch's arrays where kernels read them."""
         upload, steps = self._device.upload, self.memory.steps
@@ -164,6 +144,42 @@ class Runner(LoadedProgram):
         for group, (slots, tables) in enumerate(zip(batch.slot_mapping, batch.block_tables, strict=True)):
             upload(steps[f"slot_mapping.{group}"], slots)
             self._device.upload_rows(steps[f"block_tables.{group}"], tables, 4 * self.program.max_blocks)
+
+    def _run(self, span: str, batch: Batch, start: int, counts: tuple[int, ...]) -> StepOutput:
+        """The launches with these counts of rows, the head's with up to R logit rows from `start` on."""
+        rows = batch.logit_rows[start : start + self.program.capacity.R]
+        count = len(rows)
+        sampling = batch.sampling if count else None
+        sampled = sampling is not None
+        counts = tuple(map(max, counts, self.head_counts(count, batch.want_logits, sampled)))
+        original, errors = None, dict[int, Exception]()
+        if count:
+            self.trace.head(count)
+        with self.trace.span(span):
+            self.upload_logit_rows(rows)
+            if sampling is not None:
+                self.upload_sampling(sampling.chunk(start, start + count))
+            if batch.processors:
+                self._to_logits.run(*counts)
+                original, errors = self._process(batch.processors, start, count)
+                self._from_logits.run(*counts)
+            else:
+                self._launch(counts)
+        return StepOutput(
+            self._read("sampling.token" if sampled else "argmax", count),
+            (self._read("logits", count) if original is None else original) if batch.want_logits else None,
+            self._read("sampling.logprob", count) if sampled else None,
+            errors,
+        )
+
+    def _launch(self, rows: tuple[int, ...]) -> None:
+        if self.trace.kernels:
+            launches = (*self.program.body, *self.program.head)
+            counts = [rows[_COUNTS[launch.rows]] for launch in launches]
+            ran = [(one.name, one.key_for(n), n) for one, n in zip(launches, counts, strict=True)]
+            self.trace.launches(ran, self._step.time_us(*rows))
+        else:
+            self._step.run(*rows)
 
     def _known(self, tokens: I32) -> I32:
         """The tokens, with what the step before chose in place of -1 - row."""

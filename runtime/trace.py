@@ -1,6 +1,7 @@
 """What happened when in a step, as a Chrome trace (chrome://tracing, Perfetto).
 
-    row "engine"    schedule, prepare, copy, upload, body, head, commit
+    row "engine"    schedule, prepare, copy, upload, body, head, commit; on a CPU `body` has the head of the
+                    first logit rows with it
     row "steps"     execute: from a step's submission until its results are there, with what it computes
     row "kernels"   each launch with its kernel's key and number of rows (Recorder(kernels=True))
     "blocks"        used, cached and free blocks after each step; "block events": since the step before,

@@ -40,10 +40,10 @@ class Prepared(Protocol):
     """A list of kernel calls that is ready to run."""
 
     def run(self, *rows: int) -> None:
-        """Runs all calls in order."""
+        """Runs all calls in order, but those that get no rows."""
 
     def time_us(self, *rows: int) -> list[float]:
-        """Runs all calls; microseconds that each took."""
+        """The same; microseconds that each took."""
 
 
 def copy_runs(copies: Array) -> Iterator[tuple[int, int, int]]:

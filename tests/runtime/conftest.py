@@ -110,8 +110,11 @@ class FakeCalls:
         self.device, self.calls = device, calls
 
     def run(self, *rows: int) -> None:
+        self.device.num_runs += 1
         for call in self.calls:
             count = rows[call.rows]
+            if count == 0:
+                continue
             symbol = next(symbol for limit, symbol in call.variants if limit == 0 or count <= limit)
             self.device.calls.append((symbol, count, self.device.num_workers))
             getattr(self.device, f"_{symbol}")(*call.tensors, count)
@@ -122,7 +125,8 @@ class FakeCalls:
 
 
 class FakeDevice:
-    """Numpy as a device. `calls` records (symbol, num_rows, num_workers), `touched` what is to be ready."""
+    """Numpy as a device. `calls` records (symbol, num_rows, num_workers), `touched` what is to be ready,
+    `num_runs` how often a list of calls was run."""
 
     num_workers = 2
 
@@ -130,6 +134,7 @@ class FakeDevice:
         self.calls: list[tuple[str, int, int]] = []
         self.tensors: list[tuple[int, str]] = []
         self.touched: list[int] = []
+        self.num_runs = 0
         self.break_token: int | None = None
         self.free = 1 << 30
 

@@ -54,6 +54,13 @@ def test_rows_tiles_and_head_chunks(runner: Runner, device: Any) -> None:
     ]
 
 
+def test_body_and_head_are_one_call(runner: Runner, device: Any) -> None:
+    for num_rows, calls in ((0, 1), (1, 1), (4, 1), (5, 2), (9, 3)):
+        device.num_runs = 0
+        runner.run(batch(17, list(range(num_rows))))
+        assert device.num_runs == calls
+
+
 def test_logits_are_stored_only_where_they_are_wanted(runner: Runner) -> None:
     """One of the two ways to the argmax gets the rows, the other none, and so does not run."""
     counts = {name: at for at, name in enumerate(("T", "tiles", "R", "merges", "logits", "greedy"))}

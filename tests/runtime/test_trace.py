@@ -27,10 +27,10 @@ def record(toy: Toy, device: Any, *, kernels: bool, depth: int = 1) -> Recorder:
 
 def test_the_parts_of_every_step(toy: Toy, device: Any) -> None:
     recorder = record(toy, device, kernels=False)
-    parts = ["schedule", "prepare", "upload", "body", "head", "commit"]
+    parts = ["schedule", "prepare", "upload", "body", "commit"]
     events = [event for event in recorder.events if event.row == "engine"]
     assert [event.name for event in events] == parts * 2
-    assert [event.step for event in events] == [0] * 6 + [1] * 6
+    assert [event.step for event in events] == [0] * 5 + [1] * 5
 
 
 def test_what_each_step_computes(toy: Toy, device: Any) -> None:
@@ -41,7 +41,7 @@ def test_what_each_step_computes(toy: Toy, device: Any) -> None:
         {"requests": [0, 1], "decode_tokens": 2, "prefill_tokens": 0},
     ]
     for step in steps:
-        inner = [e for e in recorder.events if e.step == step.step and e.name in ("prepare", "head")]
+        inner = [e for e in recorder.events if e.step == step.step and e.name in ("prepare", "body")]
         assert all(step.start_us <= e.start_us for e in inner)
         assert all(e.start_us + e.duration_us <= step.start_us + step.duration_us for e in inner)
 

@@ -74,7 +74,7 @@ def test_profile_and_its_trace(artifact: Path, tmp_path: Path) -> None:
     assert [phase["phase"] for phase in found["phases"]] == ["prefill", "decode"]
     assert found.keys() >= LIMITS
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"schedule", "prepare", "upload", "body", "head", "commit"} <= names
+    assert {"schedule", "prepare", "upload", "body", "commit"} <= names
 
 
 def test_profile_for_people(artifact: Path) -> None:
