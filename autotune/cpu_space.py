@@ -10,7 +10,6 @@ from typing import Final
 from pagec.autotune.prediction import Point
 from pagec.compiler.backends.cpu.calls import kernel_name
 from pagec.compiler.backends.cpu.knobs import KNOBS, attention_points, linear_points
-from pagec.compiler.backends.cpu.tiles import linear_shares
 from pagec.compiler.program import Kernel, Launch, Program
 from pagec.compiler.target import CpuTarget
 
@@ -67,8 +66,7 @@ def variant(kernel: Kernel, point: Point, target: CpuTarget) -> Kernel:
     # As lowering names them: the same kernel has the same key.
     words = shape_key(kernel) + (f"_m{point['MB']}" if kernel.template == "linear" else "")
     key = kernel_name(kernel.template, words, {**params, "L": target.lanes})
-    shares = linear_shares(point["MB"]) if kernel.template == "linear" else kernel.shares
-    return replace(kernel, key=key, symbol=key, params=params, shares=shares)
+    return replace(kernel, key=key, symbol=key, params=params)
 
 
 def _points(kernel: Kernel, target: CpuTarget) -> list[Point]:

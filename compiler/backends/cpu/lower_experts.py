@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pagec.compiler.backends.cpu.calls import Call
 from pagec.compiler.backends.cpu.lower_linear import LinearLowering
-from pagec.compiler.backends.cpu.tiles import linear_buckets, linear_columns, linear_shares
+from pagec.compiler.backends.cpu.tiles import SHARES, linear_buckets, linear_columns
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, padded_last, row_stride
 from pagec.compiler.ir import Node, Type
 from pagec.compiler.ops import OPS
@@ -87,7 +87,7 @@ class ExpertLowering(LinearLowering):
                 bytes_per_row=self.graph.row_bytes(node.inputs[0][1:])
                 + self.graph.row_bytes(node.outputs[0]),
                 bytes_fixed=experts * n * k * ITEM_BYTES[dtype],
-                shares=linear_shares(rows),
+                shares=SHARES,
             )
             variants.append((limit, kernel))
         return Call(node, self._rows(node), tuple(variants), tuple(args))

@@ -9,7 +9,7 @@ from typing import Any
 from pagec.compiler.backends.cpu.calls import ELEMENT_FLOPS, Call, KernelMaker
 from pagec.compiler.backends.cpu.epilogue import Epilogue, line_of, plain_value, store_line
 from pagec.compiler.backends.cpu.prologue import Prologue
-from pagec.compiler.backends.cpu.tiles import BLOCK_ROWS, LINE, linear_shares
+from pagec.compiler.backends.cpu.tiles import BLOCK_ROWS, LINE, SHARES
 from pagec.compiler.dims import ITEM_BYTES, WORD_ELEMENTS, row_stride
 from pagec.compiler.ir import Node
 from pagec.compiler.packer import Layout
@@ -137,8 +137,7 @@ class LinearLowering(KernelMaker):
             itself = code if 0 < limit <= normed else None
             words = f"{sizes}{'_norm' if itself else ''}{parts.suffix}_m{num_rows}"
             params = {**p, "MB": num_rows, "before": itself, "block_rows": BLOCK_ROWS}
-            shares = linear_shares(num_rows)
-            kernel = self._kernel("linear", words, params, parts.arrays, shares=shares, **parts.cost)
+            kernel = self._kernel("linear", words, params, parts.arrays, shares=SHARES, **parts.cost)
             variants.append((limit, kernel))
         more = tuple(parts.before.node.values()) if parts.before else ()
         return Call(node, rows, tuple(variants), tuple(parts.args), more_values=more, tuned=tuned)

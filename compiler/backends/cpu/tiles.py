@@ -28,8 +28,8 @@ QUERY_ROWS: Final = 32
 ENOUGH_SUMS: Final = 12
 
 
-# In how many shares for each worker attention is dealt out, and linears of more than a row or two: more level
-# the work better and cost more calls.
+# In how many shares for each worker attention and linears are dealt out: more level the work better and cost
+# more calls, so step.c makes fewer of a row or two.
 SHARES: Final = 16
 # Words that a cache line and a block of keys hold.
 LINE: Final = 16
@@ -65,12 +65,6 @@ def linear_buckets(target: CpuTarget, dtype: DType) -> tuple[tuple[int, int], ..
     legal = [rows for rows in (4, 6) if fits(target, rows, vectors, dtype)] or [2]
     most = next((rows for rows in legal if rows * vectors >= ENOUGH_SUMS), legal[-1])
     return (*((rows, rows) for rows in (1, 2) if rows < most), (0, most))
-
-
-def linear_shares(rows: int) -> int:
-    """In how many shares for each worker a linear with a register tile of so many rows is dealt out. With a
-    row or two it takes microseconds, and each share may begin with a norm."""
-    return SHARES if rows > 2 else 2
 
 
 def attention_tiles(target: CpuTarget, head_dim: int, group: int) -> AttentionTiles:
