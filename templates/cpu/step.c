@@ -99,7 +99,7 @@ enum {
   TYPE_INTEGER = 1,
   MAX_ARGS = 64,
   MAX_MESSAGE = 512, /* see runtime/device/cpu.py */
-  SPINS = 16384, /* a few hundred microseconds */
+  SPINS = 512,           /* some ten microseconds: most waits are shorter */
   STACK_BYTES = 8 << 20, /* kernels keep their scratch arrays there */
   PAGE_BYTES = 4096      /* the smallest; of a huge page the first touch brings all */
 };
