@@ -6,6 +6,7 @@ far transformers' own bf16 run is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,27 @@ import torch
 import yaml
 from support import oracle
 
+from pagec.compiler.backends.cpu import build
+
 Case = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_kernel_is_parsed_once() -> Iterator[None]:
+    """These models share most of their kernels, and TVM takes long to parse one."""
+    parsed: dict[str, Any] = {}
+    load_kernel = build.load_kernel
+
+    def load_once(path: Path, symbol: str) -> Any:
+        text = path.read_text()
+        if text not in parsed:
+            parsed[text] = load_kernel(path, symbol)
+        return parsed[text]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_kernel", load_once)
+        yield
+
 
 CASES: dict[str, Case] = {
     "heads 9 / 3 of 64": (

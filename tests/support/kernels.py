@@ -24,10 +24,28 @@ from pagec.compiler.ir import Graph, Node, Type
 from pagec.compiler.packing import buffer_to_rows, pack, rows_to_buffer
 from pagec.compiler.program import Kernel, KvGroup, KvLayout
 from pagec.compiler.rope import cos_sin_of
+from pagec.compiler.target import CpuTarget
 from pagec.runtime.device import KernelCall
 from pagec.runtime.device.cpu import CpuDevice
 
 RAW: Mapping[DType, Any] = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32}
+
+# By the sources' texts: many tests want the same kernels for other data, or for other threads.
+_BUILT: dict[tuple[str, ...], tempfile.TemporaryDirectory[str]] = {}
+
+
+def _built(kernels: tuple[Kernel, ...], target: CpuTarget) -> Path:
+    """A directory with the library of these kernels."""
+    sources = emit_all(kernels, target)
+    key = (target.name, *sources.values())
+    if key not in _BUILT:
+        directory = tempfile.TemporaryDirectory()
+        path = Path(directory.name)
+        for name, text in sources.items():
+            (path / name).write_text(text)
+        build_library(kernels, path, target, path, lambda *_: None)
+        _BUILT[key] = directory
+    return Path(_BUILT[key].name)
 
 
 @dataclass
@@ -51,12 +69,7 @@ class KernelRun:
         self.lowering = Lowering(self.graph, self.source or self.graph, settings)
         self.calls = [call for node in self.graph.nodes for call in self.lowering.lower(node)]
         kernels: dict[str, Kernel] = {k.key: k for call in self.calls for k in call.kernels()}
-        self._directory = tempfile.TemporaryDirectory()
-        path = Path(self._directory.name)
-        for name, text in emit_all(tuple(kernels.values()), target).items():
-            (path / name).write_text(text)
-        build_library(tuple(kernels.values()), path, target, path, lambda *_: None)
-        self.device = CpuDevice(path, self.threads)
+        self.device = CpuDevice(_built(tuple(kernels.values()), target), self.threads)
         self._memory = {f"weight:{w.name}": self._upload(self._packed(w)) for w in self._weights()}
         self._memory["scratch:"] = self.device.allocate(self.lowering.scratch_bytes)
         for table in self.lowering.packer.tables.values():
