@@ -35,21 +35,6 @@ _NO_ROWS: Final = (0,) * NUM_COUNTS
 READY_BYTES: Final = 1 << 30
 
 
-def _joined(parts: Sequence[StepOutput]) -> StepOutput:
-    """One output of a step's parts, which have the same kinds of results."""
-
-    def joined(arrays: Iterable[Any]) -> Any:
-        found = [array for array in arrays if array is not None]
-        return np.concatenate(found) if found else None
-
-    return StepOutput(
-        joined(part.tokens for part in parts),
-        joined(part.logits for part in parts),
-        joined(part.logprobs for part in parts),
-        {row: error for part in parts for row, error in part.errors.items()},
-    )
-
-
 class Runner(LoadedProgram):
     """A program for a CPU, loaded. `num_blocks` or `kv_bytes` size the KV pool; `weights` and
     `weights_memory` as in load_weights."""
@@ -218,3 +203,18 @@ class Runner(LoadedProgram):
             tensor = self._tensors.tensor(self.memory.find(name), dtype)
             self._known_tensors[name, dtype] = tensor
         return tensor
+
+
+def _joined(parts: Sequence[StepOutput]) -> StepOutput:
+    """One output of a step's parts, which have the same kinds of results."""
+
+    def joined(arrays: Iterable[Any]) -> Any:
+        found = [array for array in arrays if array is not None]
+        return np.concatenate(found) if found else None
+
+    return StepOutput(
+        joined(part.tokens for part in parts),
+        joined(part.logits for part in parts),
+        joined(part.logprobs for part in parts),
+        {row: error for part in parts for row, error in part.errors.items()},
+    )
