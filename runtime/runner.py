@@ -29,7 +29,6 @@ _COUNTS: Final[Mapping[RowCount, int]] = {
     "sampled": 6,
 }
 NUM_COUNTS: Final = len(_COUNTS)
-_NO_ROWS: Final = (0,) * NUM_COUNTS
 # So much of the pool, beyond what is in use, is made ready before it is needed. Not the whole pool: who
 # serves little would find the machine's memory taken all the same.
 READY_BYTES: Final = 1 << 30
@@ -80,14 +79,8 @@ class Runner(LoadedProgram):
         self.trace.batch(batch)
         with self.trace.span("upload"):
             self.upload(batch)
-        tiles = len(batch.tiles)
-        merges = self.program.merges(tiles, max(batch.seq_lens))
-        counts = (batch.num_tokens, tiles, 0, merges, 0, 0, 0)
-        # The head takes R logit rows at a time, the first ones in one call with the body: between two calls
-        # the team waits.
-        R = self.program.capacity.R
-        parts = [self._run("body", batch, 0, counts)]
-        parts += [self._run("head", batch, at, _NO_ROWS) for at in range(R, len(batch.logit_rows), R)]
+        starts = range(0, max(len(batch.logit_rows), 1), self.program.capacity.R)
+        parts = [self._run(batch, start) for start in starts]
         output = parts[0] if len(parts) == 1 else _joined(parts)
         self._previous = output.tokens
         self._done.append(output)
@@ -130,17 +123,22 @@ class Runner(LoadedProgram):
             upload(steps[f"slot_mapping.{group}"], slots)
             self._device.upload_rows(steps[f"block_tables.{group}"], tables, 4 * self.program.max_blocks)
 
-    def _run(self, span: str, batch: Batch, start: int, counts: tuple[int, ...]) -> StepOutput:
-        """The launches with these counts of rows, the head's with up to R logit rows from `start` on."""
+    def _run(self, batch: Batch, start: int) -> StepOutput:
+        """The head over up to R logit rows from `start` on; before the first ones the body, in the same call,
+        for between two calls the team waits."""
         rows = batch.logit_rows[start : start + self.program.capacity.R]
         count = len(rows)
         sampling = batch.sampling if count else None
         sampled = sampling is not None
-        counts = tuple(map(max, counts, self.head_counts(count, batch.want_logits, sampled)))
+        counts = self.head_counts(count, batch.want_logits, sampled)
+        if start == 0:
+            tiles = len(batch.tiles)
+            merges = self.program.merges(tiles, max(batch.seq_lens))
+            counts = (batch.num_tokens, tiles, count, merges, *counts[4:])
         original, errors = None, dict[int, Exception]()
         if count:
             self.trace.head(count)
-        with self.trace.span(span):
+        with self.trace.span("head" if start else "body"):
             self.upload_logit_rows(rows)
             if sampling is not None:
                 self.upload_sampling(sampling.chunk(start, start + count))

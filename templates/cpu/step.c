@@ -98,8 +98,8 @@ struct Team {
 enum {
   TYPE_INTEGER = 1,
   MAX_ARGS = 64,
-  MAX_MESSAGE = 512, /* see runtime/device/cpu.py */
-  SPINS = 512,           /* some ten microseconds: most waits are shorter */
+  MAX_MESSAGE = 512,     /* see runtime/device/cpu.py */
+  SPINS = 512,           /* some ten microseconds: few waits are longer, and who is waited for may need the core */
   STACK_BYTES = 8 << 20, /* kernels keep their scratch arrays there */
   PAGE_BYTES = 4096      /* the smallest; of a huge page the first touch brings all */
 };
